@@ -11,24 +11,17 @@
   of the published formulas.
 - ``learned``: the learned correction on trainings that it has not seen, and on larger clusters (--samples random ones).
 - ``limits``: proposals that hold more than there is room for, by that truth, and layouts that fit and are refused.
-- ``baselines``: the iteration of the layouts that AMP's and Varuna's models and Megatron's rule of thumb choose, over
-  ours, by the timeline.
-- ``blind``: one profiled training predicts twelve others, which are then made (``configure_blind.py``).
 - ``gpu-memory``: peaks that others measured on GPUs (``--truth FOLDER``; ``configure_gpu_memory.py``).
-- ``vtrain``: trainings on GPUs that vTrain's authors measured (``--vtrain FILE``; ``configure_vtrain.py``).
 
-    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
-    python scripts/benchmarks/bench_configure.py --parts vtrain --vtrain ground_truth_single.csv --json FILE
-    python scripts/benchmarks/bench_configure.py --parts blind --json FILE
+    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication --json FILE
+    python scripts/benchmarks/bench_configure.py --parts gpu-memory --truth FOLDER --json FILE
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -47,11 +40,9 @@ from megatron.fill.wings.configure.space import layouts
 from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
-from scripts.benchmarks.configure_baselines import amp, rule_of_thumb, varuna
 from scripts.benchmarks.configure_gpu_memory import TRUTH, measure_gpu_memory
-from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
-from scripts.benchmarks.harness import Results, opened
+from scripts.benchmarks.harness import Results, arguments, opened
 from scripts.benchmarks.memory_figures import measure_learned, measure_limits, measure_memory
 
 MODEL_FLAGS = {
@@ -67,8 +58,7 @@ LARGE = (
     "--global-batch-size 1024 --bf16"
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
-PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication", "baselines")
-TRAINED = ("blind",)  # on this machine, which should do nothing else meanwhile
+PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication")
 
 
 def cluster(nodes: int, gpus: int, gpu: str) -> Cluster:
@@ -158,35 +148,6 @@ def measure_dedication(nodes: int, seconds: float, pipette_s: float) -> dict[str
     return row
 
 
-def measure_baselines() -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for (nodes, gpus, gpu), (name, flags) in itertools.product(CLUSTERS, MODEL_FLAGS.items()):
-        training, its = read_flags(flags.split()), cluster(nodes, gpus, gpu)
-        evaluator = evaluator_of(training, its)
-        try:
-            ours_s = search(training, its, evaluator.links, 1).proposals[0].iteration_s
-        except ConfigError:
-            continue
-        row: dict[str, Any] = {"ours_s": ours_s}
-        for other, choose in (("amp", amp), ("varuna", varuna), ("rule", rule_of_thumb)):
-            found = choose(evaluator)
-            row[other] = None if found is None else found.iteration_s / ours_s
-        rows[f"{name} on {nodes} x {gpus} {gpu}"] = row
-    return rows
-
-
-def trained(part: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The figures of a part that trains, and its details."""
-    with tempfile.TemporaryDirectory(prefix="pipefill-") as folder:
-        from scripts.benchmarks.configure_blind import measure_blind
-
-        found = measure_blind(Path(folder), options.rounds, options.each)
-    rows = found.pop(part, {})
-    for name, row in rows.items():
-        print(f"{name}: " + ", ".join(f"{key} {its:.4g}" for key, its in row.items() if isinstance(its, int | float)))
-    return found, {part: rows} if rows else {}
-
-
 def report(name: str, figures: dict[str, Any]) -> None:
     print(f"{name}:")
     for key, value in figures.items():
@@ -199,30 +160,19 @@ def _shown(value: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    help_text = "which (default: without gpu-memory, vtrain and what trains)"
-    every = (*PARTS, "gpu-memory", "vtrain", *TRAINED)
-    parser.add_argument("--parts", nargs="+", choices=every, default=list(PARTS), help=help_text)
+    parser = arguments(__doc__)
+    help_text = "which (default: without gpu-memory)"
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "gpu-memory"), default=list(PARTS), help=help_text)
     parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
-    parser.add_argument("--vtrain", metavar="FILE", type=Path, help="vTrain's ground_truth_single.csv, for vtrain")
     parser.add_argument("--truth", metavar="FOLDER", type=Path, default=TRUTH, help="for gpu-memory (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=24, help="turns of each of blind's trainings (default: 24)")
-    parser.add_argument("--each", type=int, default=4, help="iterations of a turn, the first not counted (default: 4)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
     parser.add_argument(
         "--truths", metavar="FILE", type=Path, help="keep the truths here, and take those that are here"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
     options = parser.parse_args()
-    if ("vtrain" in options.parts) != (options.vtrain is not None):
-        parser.error("--parts vtrain and --vtrain FILE belong together")
-    if options.rounds < 2:
-        parser.error(f"--rounds is {options.rounds}: expected 2 or more, as turns are compared with each other")
-    if options.each < 3:
-        parser.error(f"--each is {options.each}: expected 3 or more, as the first of a turn does not count")
     results: Results = opened(parser, options.json)
     for part in options.parts:
         if part == "dedication":
@@ -244,20 +194,11 @@ def main() -> None:
             figures = measure_learned(options.samples, options.truths)
             report(part, figures)
             results.add(part, figures, "memory_learned")
-        elif part == "baselines":
-            rows = measure_baselines()
-            report(part, rows)
-            results.add(part, rows, "baselines")
-        elif part in TRAINED:
-            figures, details = trained(part, options)
-            report(part, figures)
-            results.add(part, figures, **details)
         else:
             figures = {
                 "timeline": lambda: measure_timeline(options.cases),
                 "search": measure_search,
                 "speed": measure_speed,
-                "vtrain": lambda: measure_vtrain(options.vtrain),
                 "limits": lambda: measure_limits(3, options.truths),
             }[part]()
             report(part, figures)

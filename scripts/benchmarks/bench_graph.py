@@ -1,83 +1,35 @@
-"""Graph pipelines, measured: the planner's validity, quality and time to search, speed-ups by its own costs, trainings.
+"""Graph pipelines, measured: speed-ups by the planner's own costs, the time to search, trainings.
 
     python scripts/benchmarks/bench_graph.py [PART...] [--json FILE]
 
 The parts are
 
-- ``truth``: 1,000 random series-parallel models of up to 8 operators on up to 4 devices, against trying everything;
-- ``large``: 100 random models of up to 14 operators on up to 8 devices, for the validity of their plans;
 - ``simulated``: graph against sequential pipelines, with backward passes of two forward passes, without communication;
 - ``speedup``: the same for the built-in models with communication, on V100s, over devices and batches;
 - ``search``: how long a search takes for 32 devices;
 - ``gradients``: small graphs of modules over three to five processes, against one process (graph_runs.py);
-- ``filling``: plans that are trained with jobs in their bubbles, and without (graph_filling.py);
-- ``encoder``: frozen towers in the bubbles of the language model behind them (graph_ahead.py).
+- ``filling``: plans that are trained with jobs in their bubbles, and without (graph_filling.py).
 """
 
 from __future__ import annotations
 
 import time
-from random import Random
 from typing import Any
 
 from megatron.fill.errors import GraphError
 from megatron.fill.wings.graph.baselines import plan_sequential
 from megatron.fill.wings.graph.cost import Cluster
 from megatron.fill.wings.graph.model import ModelGraph, Operator
-from megatron.fill.wings.graph.search import Found, micro_batches, plan_graph
+from megatron.fill.wings.graph.search import micro_batches, plan_graph
 from megatron.fill.wings.graph.zoo import MODELS, candle, mmt
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
-from scripts.benchmarks.graph_ahead import measure as measure_ahead
 from scripts.benchmarks.graph_filling import BLOCKS, fill
 from scripts.benchmarks.graph_runs import launch
 from scripts.benchmarks.graph_topologies import TOPOLOGIES
-from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, random_model
 from scripts.benchmarks.harness import Results, arguments, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
-ENCODERS = (28, 2), (20, 2)  # layers of the larger frozen tower, and micro-batches
-ROUNDS, EACH = 6, 4  # turns of each of encoder's trainings, and the iterations of a turn
 _SWEEP = ((8, 128), (8, 256), (16, 256), (16, 512), (32, 256), (32, 512))  # devices and batch
-
-
-def truth(results: Results) -> None:
-    random = Random(1)
-    equal = violations = refused = 0
-    for _ in range(1000):
-        graph, cluster = random_model(random, random.randint(3, 8)), random_cluster(random, random.randint(1, 4))
-        batch, sizes = random.choice((4, 8)), (1, 2, 4)[: random.randint(1, 3)]
-        least_s = least_bottleneck_s(graph, cluster, batch, sizes)
-        found, violated = _planned(graph, cluster, batch, sizes, 1e-9)
-        violations += violated
-        refused += least_s is None
-        if found is None or least_s is None:
-            equal += found is None and least_s is None
-        else:
-            equal += abs(found.bottleneck_s - least_s) <= 1e-8 * least_s
-    print(f"truth: {violations} violations, {equal} of 1000 equal; {refused} have no plan")
-    results.add(
-        "truth", {"violations": violations, "equals_brute_force": equal / 1000}, models=1000, without_plan=refused
-    )
-
-
-def large(results: Results) -> None:
-    random = Random(2)
-    violations = 0
-    for _ in range(100):
-        graph, cluster = random_model(random, random.randint(9, 14)), random_cluster(random, random.randint(2, 8))
-        violations += _planned(graph, cluster, 8, (1, 2, 4), 1e-3)[1]
-    print(f"large: {violations} violations in 100 models")
-    results.add("large", {"violations_large": violations}, models=100)
-
-
-def _planned(
-    graph: ModelGraph, cluster: Cluster, batch: int, sizes: tuple[int, ...], tolerance: float
-) -> tuple[Found | None, bool]:
-    """The plan, None if there is none; and whether the planner made one that is not valid."""
-    try:
-        return plan_graph(graph, cluster, batch, sizes, tolerance), False
-    except GraphError as error:
-        return None, "; the plan is" in str(error)
 
 
 def _even(graph: ModelGraph) -> ModelGraph:
@@ -165,15 +117,7 @@ def filling(results: Results) -> None:
         results.add("filling", figures, *where, **details)
 
 
-def encoder(results: Results) -> None:
-    for vision, microbatches in ENCODERS:
-        found = measure_ahead(ROUNDS, EACH, vision, microbatches)
-        print(f"encoder, {vision} layers, {microbatches} micro-batches: {found}", flush=True)
-        results.add("encoder", found, "encoder", f"{vision} layers, {microbatches} micro-batches")
-    results.add("encoder", {"encoder_gain": {case: row["gain"] for case, row in results.summary["encoder"].items()}})
-
-
-_ALL = truth, large, simulated, speedup, search, gradients, filling, encoder
+_ALL = simulated, speedup, search, gradients, filling
 PARTS = {its.__name__: its for its in _ALL}
 
 

@@ -1,16 +1,11 @@
 """Language models as fill jobs: whether the tokens are right, how many a pass gives, how fast that is.
 
-    python scripts/benchmarks/bench_llm.py --parts identical,trees --json docs/benchmarks/llm.json
+    python scripts/benchmarks/bench_llm.py --parts identical --json docs/benchmarks/llm.json
 
 It trains a byte-level model of about 2 million weights and a draft of about 70,000 on the sources of
 Python's standard library, with this project, into ``--folder``, once.  The parts:
 
     identical   greedy answers against those of transformers itself, request by request, and the logits of tree nodes
-    trees       tokens that a pass of the large model gives, by the shape of the tree, greedy and sampled
-    reads       what passes read for a generated token: weights, and keys and values
-    speed       tokens a second with and without drafts, alone
-    tuned       the same with drafts that were tuned on the large model's answers: one, and several
-    drawn       the verification rules: their exact distance, and a chi-square test of the engine's own draws
     killed      a job that is killed again and again: requests lost, answered twice, tokens that differ
     bubbles     tokens a second in the bubbles of a training, against the same job alone
     lag         how many checkpoints the evaluation of a training's checkpoints is behind, in its own bubbles
@@ -28,15 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.benchmarks.harness import arguments, opened
-from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, trained, trees, tuned
+from scripts.benchmarks.llm import answers, bubbles, kills, lag, trained
 
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
-    "trees": trees.measure,
-    "reads": trees.measure_reads,
-    "speed": trees.measure_speed,
-    "tuned": tuned.measure,
-    "drawn": draws.measure,
     "killed": kills.measure,
     "bubbles": bubbles.measure,
     "lag": lag.measure,

@@ -1,4 +1,4 @@
-"""What filling costs the main job, what it gains, and what the simpler ways would cost.
+"""What filling costs the main job, and what it gains.
 
 Trains a small GPT with two pipeline stages on two cores (or two CUDA devices, where there are any) and measures, in
 pairs of blocks within one run each, on the CPU as it is:
@@ -6,19 +6,14 @@ pairs of blocks within one run each, on the CPU as it is:
 * ``filled``: the slowdown, harvest ratio and fill efficiency with two side tasks (digits training and PageRank);
 * ``identity``: whether the losses of every iteration are bit-identical to the same run without jobs, and to the same
   run with no patch but the CPU backend; and ``startup_s``, how much longer the warm-up takes the main job with jobs
-  than without, since they start in it (three trainings, of four pairs at most);
-* ``idle-in-session``: the tasks beside the training at the lowest priority, in the rank's own session, ungated: what
-  the kernel does by itself.
+  than without, since they start in it (three trainings, of four pairs at most).
 
 A CPU takes a core back from an idle-class process at any instant, so that these figures say little of a GPU, which does
 not.  Therefore also on an emulated device that does not preempt (the setting ``emulate``, which takes the right to
 real-time priorities), where steps run to completion (``emulated``) or take turns with the main job (``slices``):
 
 * ``emulated``, ``slices``: with everything;
-* ``slices-free``: the same as ``slices``, with a main job that needs no turn while it waits (--fill-free-waits);
-* ``emulated-gate``, ``slices-gate``: with a gate but no prediction: steps until the bubble is over (beside.py);
-* ``emulated-no-gate``, ``slices-no-gate``: without a gate;
-* ``emulated-freeride``, ``slices-freeride``: driven as FreeRide drives side tasks (beside.py).
+* ``slices-free``: the same as ``slices``, with a main job that needs no turn while it waits (--fill-free-waits).
 
 There ``harvest_ratio`` is the share of bubble time inside steps, ``device_harvest`` the steps' CPU time over it, both
 from the end of the warm-up on, with the time in which jobs set themselves up (``no_job_share``);
@@ -43,7 +38,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
-from scripts.benchmarks.beside import Way, When, beside
 from scripts.benchmarks.gpu_figures import harvest_in_blocks
 from scripts.benchmarks.harness import Results, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
@@ -102,38 +96,16 @@ def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, n
     }
 
 
-def without(folder: Path, blocks: Blocks, step_ms: float | None, *, way: Way, name: str) -> dict[str, Any]:
-    """Without PipeFill."""
-    return beside(folder, name, replace(way, step_ms=step_ms), blocks)
-
-
 type Part = tuple[tuple[str, ...], Callable[[Path, Blocks, float | None], dict[str, Any]]]
 
 
-def parts() -> dict[str, Part]:
-    """By name: where its figures are in the summary, and what measures them."""
-    found: dict[str, Part] = {
-        "filled": ((), on_cpu),
-        "identity": ((), identity),
-        "idle-in-session": (
-            ("emulated", "baselines", "idle_in_session"),
-            partial(without, way=Way(None, When.ALWAYS), name="idle-in-session"),
-        ),
-    }
-    for name, key, how in (("emulated", "emulated", "completion"), ("slices", "emulated_slices", "slices")):
-        found[name] = ((key,), partial(emulated, how=how, name=name))
-        for suffix, baseline, when in (
-            ("gate", "gate_without_prediction", When.BUBBLES),
-            ("no-gate", "no_gate", When.ALWAYS),
-            ("freeride", "freeride", When.FREERIDE),
-        ):
-            part = f"{name}-{suffix}"
-            found[part] = ((key, "baselines", baseline), partial(without, way=Way(how, when), name=part))
-    found["slices-free"] = (("emulated_free_slices",), partial(emulated, how="free-slices", name="slices-free"))
-    return found
-
-
-PARTS = parts()
+PARTS: dict[str, Part] = {  # by name: where its figures are in the summary, and what measures them
+    "filled": ((), on_cpu),
+    "identity": ((), identity),
+    "emulated": (("emulated",), partial(emulated, how="completion", name="emulated")),
+    "slices": (("emulated_slices",), partial(emulated, how="slices", name="slices")),
+    "slices-free": (("emulated_free_slices",), partial(emulated, how="free-slices", name="slices-free")),
+}
 EMULATED = [name for name in PARTS if name.startswith(("emulated", "slices"))]
 
 

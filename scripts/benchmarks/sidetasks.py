@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.base import SideTask
 from megatron.fill.sidetask.loader import load_task
 
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,18 +67,3 @@ def tasks_of(step_ms: float | None) -> list[tuple[str, dict[str, Any]]]:
         if step_ms is None
         else [("scripts.benchmarks.sidetasks:CpuStep", {"step_ms": step_ms})] * 2
     )
-
-
-@contextmanager
-def started(task: str, args: dict[str, Any], core: int, *, idle: bool) -> Iterator[SideTask]:
-    """A side task in this process, with nothing between it and the core."""
-    os.sched_setaffinity(0, {core})
-    if idle:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    loaded: SideTask = load_task(task)
-    with tempfile.TemporaryDirectory() as directory:
-        loaded.context = TaskContext("beside", Path(directory))
-        loaded.create(**args)
-        loaded.init()
-        loaded.start()
-        yield loaded

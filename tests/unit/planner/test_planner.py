@@ -14,8 +14,7 @@ from megatron.fill.planner.search import best_plan, lay
 from megatron.fill.planner.tail import leftover, packed_ns, processing_time_s
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.types import BubbleKind
-from scripts.benchmarks.bench_plans import optimum, violations
-from scripts.benchmarks.plan_bound import fractional_bound, runs
+from tests.support.plan_oracle import fractional_bound, optimum, runs, violations
 
 GIB = 2**30
 

@@ -32,7 +32,6 @@ from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from megatron.fill.wings.sim.mainjob import MainJob
-from scripts.benchmarks.configure_baselines import amp, amp_ns, rule_of_thumb, varuna, varuna_ns
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 
 A100 = GPUS["a100-80gb"]
@@ -272,55 +271,6 @@ def test_the_vocabulary_is_what_the_flags_say(flags, tp, expected):
 
 def test_selective_recomputation_has_an_older_name():
     assert read_flags([*FLAGS.split(), "--recompute-activations"]).fixed["recompute"] is Recompute.SELECTIVE
-
-
-@pytest.mark.parametrize("memory", ["80GiB", "2700MB"])
-def test_no_other_rule_chooses_a_faster_layout(memory):
-    training, its = read_flags(FLAGS.split()), cluster(2, 4, memory=memory)
-    evaluator = Evaluator(training, its, links(its))
-    best = search(training, its, evaluator.links, 1).proposals[0]
-    for choose in (amp, varuna, rule_of_thumb):
-        found = choose(evaluator)
-        assert found is not None
-        assert found.timeline.period_ns >= best.timeline.period_ns
-        assert found.peak_bytes <= its.room_bytes
-    thumb = rule_of_thumb(evaluator)
-    assert thumb is not None
-    assert thumb.parallel.tp == 4
-
-
-def test_amp_counts_what_1f1b_waits_for_once():
-    its = Parallel(pp=4, microbatch=1, global_batch=32)
-    times = iteration(SMALL, A100, 0.45, its, lay_out(Links.uniform(NodeNetwork("n", 1e9, 1e9, 4), 1), its, range(4)))
-    slow = iteration(SMALL, A100, 0.45, its, lay_out(Links.uniform(NodeNetwork("n", 1e7, 1e7, 4), 1), its, range(4)))
-    grown = amp_ns(slow) - slow.reduce_ns[0] - amp_ns(times) + times.reduce_ns[0]
-    assert timeline(slow).period_ns > amp_ns(slow)
-    assert grown == sum(map(sum, slow.transfers_ns[0][:-1])) - sum(map(sum, times.transfers_ns[0][:-1]))
-
-
-def test_varuna_hides_transfers_behind_passes_until_they_are_longer():
-    its = Parallel(pp=4, microbatch=1, global_batch=32)
-
-    def times(speed: float):
-        links = Links.uniform(NodeNetwork("n", speed, speed, 4, 0.0), 1)
-        return iteration(replace(SMALL, tied_embeddings=False), A100, 0.45, its, lay_out(links, its, range(4)))
-
-    free, hidden, slow = times(1e30), times(1e11), times(1e8)
-    way = sum(map(sum, hidden.transfers_ns[0][:-1]))
-    assert max(map(sum, hidden.transfers_ns[0])) < max(
-        sum((one.forward_ns, one.backward_ns)) for one in free.costs.stages
-    )
-    assert varuna_ns(hidden) == varuna_ns(free) + way
-    assert varuna_ns(slow) - varuna_ns(free) > 31 * way
-    assert varuna_ns(slow) <= timeline(slow).period_ns
-
-
-def test_varuna_divides_no_layer_and_computes_everything_again():
-    training, its = read_flags(FLAGS.split()), cluster(2, 4)
-    found = varuna(Evaluator(training, its, links(its)))
-    assert found is not None
-    para = found.parallel
-    assert (para.tp, para.cp, para.chunks, para.recompute) == (1, 1, 1, Recompute.FULL)
 
 
 # Rank orders

@@ -21,7 +21,6 @@ from megatron.fill.wings.graph.plan import Plan
 from megatron.fill.wings.graph.running.ahead import Ahead, Frozen, turns
 from megatron.fill.wings.graph.search import plan_graph
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
-from scripts.benchmarks.graph_ahead import encoder_share, model, plan
 
 CLUSTER = Cluster(devices=2, gpu=GPUS["v100-16gb"], network=NETWORKS["p3.16xlarge"])
 TOWER = Operator(name="tower", forward_flops=1e9, parameters=1000, output_bytes=8.0, kept_bytes=4.0)
@@ -103,14 +102,6 @@ def test_the_command_says_what_runs_ahead(capsys, monkeypatch):
     assert "ahead:" not in capsys.readouterr().out
     assert pipefill(monkeypatch, "graph plan mmt --devices 2 --ahead") == 2
     assert "mmt: no operator is frozen; expected some to run ahead" in capsys.readouterr().err
-
-
-def test_the_benchmark_says_how_much_of_the_work_is_frozen():
-    graph = model(20, 8)
-    assert encoder_share(graph) == pytest.approx((20 * 128 + 64) / (20 * 128 + 64 + 3 * 8 * 320))
-    place, ahead = plan(graph, 3, 2), plan(graph.running_ahead(), 3, 2)
-    assert place.stages[0].operators[-3:] == ahead.stages[0].operators == ("language.0", "language.1", "language.2")
-    assert place.stages[1] == ahead.stages[1]
 
 
 class Scale(torch.nn.Module):
