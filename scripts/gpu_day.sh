@@ -95,13 +95,13 @@ bench() {
 
 look() {
     step machine 20 "$python" scripts/benchmarks/gpu_look.py --json @
-    step imports 45 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
+    step imports 40 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
     # shellcheck disable=SC2016  # they are of that shell
-    step try 60 bash -c '"$0" -c "from megatron.fill.cli import main; main()" try "$@"' "$python" \
+    step try 50 bash -c '"$0" -c "from megatron.fill.cli import main; main()" try "$@"' "$python" \
         scripts/benchmarks/gpu_task.py:Products "size=$size" --memory 4GiB --device "$where" --seconds 3 --keep "$work/keep/try"
     # shellcheck disable=SC2016
-    step doctor 30 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
-    step tests 60 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
+    step doctor 25 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
+    step tests 75 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
     step micro 135 "$python" scripts/benchmarks/gpu_micro.py --json @ --keep "$work/keep/micro" --seconds 1
 }
 
@@ -124,7 +124,7 @@ figures1() {
 
 figures2() {
     bench filled-interleaved 150 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
-    bench identity 145 --parts identity --model "$smaller" --waits "$waits" --startup-seconds 12
+    bench identity 175 --parts identity --model "$smaller" --waits "$waits"
     step stages 110 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/stages" --device "$device" --iterations 20 --most-seconds $((34 * stretch))
     step free-waits 105 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((92 * stretch))
 }

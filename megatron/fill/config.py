@@ -78,7 +78,7 @@ class FillSettings(SiteSettings):
     free_waits: bool = _flag(
         False,
         "hold the pipeline's receives up in the GPU's front end until their data is there, so that a rank that waits "
-        "leaves a time-sliced GPU to the jobs; between ranks of one node (no GPU has shown yet what it costs)",
+        "leaves a time-sliced GPU to the jobs; between ranks of one node (what it costs is not measured yet)",
     )
     paired_blocks: int = _flag(
         0,

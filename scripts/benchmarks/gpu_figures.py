@@ -45,7 +45,7 @@ def of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
     lengths = {
         on: per_iteration_ms(
             [one for one in records[0].bubbles if one.filling is on],
-            {one.iteration for one in iterations if one.block >= 0 and one.filling is on},
+            {one.iteration for one in iterations if one.block >= 0 and one.filling is on and one.watched},
         )
         for on in (True, False)
     }

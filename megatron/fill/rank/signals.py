@@ -25,8 +25,8 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPTURE_NONE = 0  # CU_STREAM_CAPTURE_STATUS_NONE
 _MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _TRIED = 32  # number of marks in a measurement
-# Rings that the driver writes to or posts.  One that is unmapped while registered leaves its address registered, and the
-# driver then refuses (code 712) whatever is mapped there next.
+# Rings that the driver writes to or posts.  One that is unmapped leaves its address registered, and the driver then
+# refuses (code 712) whatever is mapped there next.
 _keep: list[Ring] = []
 _HELD_CYCLES = 4_000_000  # GPU cycles (some ms) for which the stream is held while all marks are enqueued
 

@@ -23,8 +23,8 @@ class StepRules:
 
     Attributes:
         probe_after: number of bubbles without a step after which one is tried.
-        first_after: the same while the estimate is of one step only: the first loads kernels and libraries, and may have
-            taken many times as long as the others will.
+        first_after: the same while the estimate is of one step only: the first loads kernels, and may have taken many
+            times as long as the others will.
         patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
     """
 

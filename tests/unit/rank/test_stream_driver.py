@@ -203,3 +203,12 @@ def test_the_library_is_found_by_the_name_that_the_driver_has(library: Path) -> 
     environment = os.environ | {"LD_LIBRARY_PATH": str(library.parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_ring_with_marks_stays_mapped(gpu):
+    """The driver refuses to register what is mapped where a registered page was unmapped."""
+    gpu.signals()
+    page = gpu.ring.header[0]
+    gpu.ring = gpu.reader = None
+    others = [Ring() for _ in range(3)]
+    assert page not in {other.header[0] for other in others}

@@ -327,6 +327,14 @@ def test_no_step_is_tried_in_a_bubble_that_is_short(monkeypatch):
     assert [(use.seq, use.steps) for use in uses if use.steps] == [(16, 1), (26, 3)]
 
 
+def test_a_first_step_that_took_long_keeps_the_next_one_from_few_bubbles(monkeypatch):
+    """It loaded kernels; the other steps take a thirtieth."""
+    bench = Bench(monkeypatch, [*SEEN, LONG, *[LONG] * 9])
+    loop_over(bench, [30, *[1] * 200], first_after=4).run()
+    uses = bench.log.record("t", 0).uses
+    assert [use.seq for use in uses if use.steps][:3] == [16, 20, 21]
+
+
 @pytest.mark.parametrize("seen", ["init", "state"])
 def test_the_profiler_and_the_saver_take_turns(tmp_path, seen):
     said: list[str] = []
