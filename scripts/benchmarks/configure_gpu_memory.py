@@ -32,7 +32,7 @@ _PEAK = "mem_max_allocated_bytes_last_rank"
 _NODE = 8  # GPUs of a test, unless its layout needs more; half of them in recipes of one GB200 node
 _CAPABILITY = {"a100": 8, "h100": 9, "gb200": 10}  # major, by the platform's name
 _GPUS = {"mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": 64}  # as the bytes between its iterations tell
-_VOCABULARY = {"bert": "28996"}  # BERT's cased word pieces; the others have GPT-2's
+_TOKENIZER = {"bert": "BertWordPieceCase"}  # the others have GPT-2's
 _BELOW = 0.02
 _SUPERSEDED = 0.1
 
@@ -100,8 +100,9 @@ def _flags(given: dict[str, str], line: dict[str, str]) -> list[str]:
     found = []
     for flag, value in given.items():
         found += [flag] if value == "true" else [flag, value]
-    vocabulary = _VOCABULARY.get(line["recipe"].split("/")[0], "50257")
-    for flag, value in (("--vocab-size", vocabulary), ("--transformer-impl", line["impl"])):
+    tokenizer = _TOKENIZER.get(line["recipe"].split("/")[0], "GPT2BPETokenizer")
+    found += [] if "--vocab-size" in given else ["--tokenizer-type", tokenizer]
+    for flag, value in (("--transformer-impl", line["impl"]),):
         if flag not in given and value:
             found += [flag, value]
     if line["tp"] != given.get("--tensor-model-parallel-size"):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.models.bert.bert_lm_head import BertLMHead
+from megatron.core.models.bert.pooler import Pooler
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.mainjob.held import micro_batch
 from megatron.fill.wings.mainjob.model import ModelSpec
-from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from scripts.benchmarks.memory_cases import asked
 from scripts.benchmarks.memory_tracker import StorageTracker
 from scripts.benchmarks.memory_truth import Asked, truths
@@ -98,3 +103,22 @@ def test_a_fused_function_counts_with_what_it_returns_and_keeps():
         out = tracker.fused(gelu)(given)
         assert tracker.peak_bytes == tracker.now_bytes == 3 * 400
         out.sum().backward()
+
+
+def test_berts_heads_have_the_parameters_and_keep_the_activations_that_are_counted():
+    config = TransformerConfig(num_layers=2, hidden_size=256, num_attention_heads=8, perform_initialization=False)
+    words, pairs = replace(GPT, word_head=True), replace(GPT, word_head=True, pair_head=True)
+    with FakeTensorMode(), StorageTracker() as tracker:
+        head, pooler = BertLMHead(256, config), Pooler(256, lambda weight: weight, config)
+        binary = torch.nn.Linear(256, 2)
+        counts = [sum(its.numel() for its in module.parameters()) for module in (head, pooler, binary)]
+        given = torch.empty(256, 1, 256, requires_grad=True)
+        before = tracker.now_bytes
+        found = head(given)
+        kept = tracker.now_bytes - before
+        assert found.shape == given.shape
+    assert words.head_parameters == counts[0]
+    assert pairs.head_parameters == sum(counts)
+    its = Parallel(pp=1, global_batch=1, precision=Precision.FP32)
+    more = micro_batch(words, its).output - micro_batch(GPT, its).output
+    assert more == pytest.approx(kept, rel=0.02)  # the norm's two numbers per token are left out

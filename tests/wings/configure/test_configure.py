@@ -25,7 +25,7 @@ from megatron.fill.wings.configure.many import ManyOrders
 from megatron.fill.wings.configure.passes import Both, Passes, Profile
 from megatron.fill.wings.configure.room import least_bytes, margins, memory
 from megatron.fill.wings.configure.search import Evaluator, search
-from megatron.fill.wings.configure.space import layouts
+from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.configure.value import fill_kinds, valued
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
@@ -250,6 +250,16 @@ def test_flags_are_neutral_or_named_as_not_weighed():
     assert found.ignored == ("--expert-tensor-parallel-size", "--use-precision-aware-optimizer")
     assert found.fixed["expert_tp"] == 1
     assert "--use-precision-aware-optimizer" in found.others
+
+
+def test_a_tokenizer_of_berts_says_that_the_model_has_its_heads():
+    def heads(more):
+        its = padded(read_flags([*FLAGS.split(), *more.split()]), 1)
+        return its.word_head, its.pair_head
+
+    assert heads("") == (False, False)
+    assert heads("--tokenizer-type BertWordPieceCase") == (True, True)
+    assert heads("--tokenizer-type BertWordPieceLowerCase --bert-no-binary-head") == (True, False)
 
 
 def test_a_run_may_have_flags_of_its_own_script():

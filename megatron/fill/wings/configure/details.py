@@ -1,4 +1,4 @@
-"""Settings in Megatron's flags that decide memory, but not time: dropout, position embeddings and kernels."""
+"""Settings in Megatron's flags that decide memory, but not time: dropout, positions, BERT's heads and kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _MOST_HEAD = 256  # channels of a head that flash attention takes
 
 
 def detailed(model: ModelSpec, flags: Sequence[str]) -> ModelSpec:
-    """The model with its position embeddings and dropout, by Megatron's defaults where flags say nothing."""
+    """The model with its position embeddings, dropout and heads, by Megatron's defaults where flags say nothing.
+
+    One with a tokenizer of BERT's is a BERT.
+    """
     kind = _value(flags, "--position-embedding-type") or "learned_absolute"
     if "--use-rotary-position-embeddings" in flags:
         kind = "rope"
@@ -20,11 +23,14 @@ def detailed(model: ModelSpec, flags: Sequence[str]) -> ModelSpec:
     if kind == "learned_absolute":
         given = _value(flags, "--max-position-embeddings") or ""
         positions = int(given) if given.isdecimal() and given.isascii() else model.sequence
+    bert = (_value(flags, "--tokenizer-type") or "").startswith("BertWordPiece")
     return replace(
         model,
         positions=positions,
         hidden_dropout=_is_some(_value(flags, "--hidden-dropout")),
         attention_dropout=_is_some(_value(flags, "--attention-dropout")),
+        word_head=bert,
+        pair_head=bert and "--bert-no-binary-head" not in flags,
         kernels=_kernels(model, flags),
     )
 

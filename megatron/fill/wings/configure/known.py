@@ -49,7 +49,7 @@ _NEUTRAL = re.compile(
     "transformer-impl|attention-backend|use-flash-attn|deterministic-mode|no-create-attention-mask-in-dataloader|"
     "defer-embedding-wgrad-compute|wgrad-deferral-limit|cross-entropy-loss-fusion|cross-entropy-fusion-impl|"
     "no-masked-softmax-fusion|"
-    "max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
+    "bert-no-binary-head|max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
     "make-vocab-size-divisible-by|padded-vocab-size|norm-epsilon|rotary-.*|rope-.*|use-rope-scaling|init-method-.*|"
     # data and tokenizers
     "(?:train-|valid-|test-)?data-path|data-cache-path|(?:data|per-split-data)-args-path|mock-data|split|dataloader-.*|"

@@ -154,15 +154,18 @@ def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool
 def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]:
     """Return the bytes kept by the last layer norm, the output layer and the loss, and the peak in their backward pass.
 
-    Logits are kept in single precision for the loss, and their gradient replaces them in place.
+    Logits are kept in single precision for the loss, and their gradient replaces them in place.  BERT's head keeps the
+    inputs of its dense layer, its GELU and its norm in addition to the output layer's (Megatron-core 0.19,
+    ``models/bert/bert_lm_head.py``).
     """
     number = its.precision.weight_bytes
     logits = model.sequence / its.cp * its.microbatch * model.vocabulary / its.tp
     copied = number * logits if number < 4 else 0.0
     product = (copied or 4 * logits) + size.whole + _embedding_bytes(model, its)
-    kept = 2 * size.residual + 4 * logits
+    inputs = (5 if model.word_head else 2) * size.residual
+    kept = inputs + 4 * logits
     replaced = 4 * logits if model.kernels.fused_loss else 0.0  # the loss's gradient, beside the logits
-    return kept, max(kept + copied + replaced, 2 * size.residual + product)
+    return kept, max(kept + copied + replaced, inputs + product)
 
 
 def _embedding_bytes(model: ModelSpec, its: Parallel) -> float:

@@ -32,7 +32,7 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     """Return the number of parameters on one GPU of a stage.
 
     Tensor parallelism divides matrices and embeddings; every one of its ranks has the layer norms.  The last stage has
-    the output layer's weights, tied or not.
+    the output layer's weights, tied or not, and BERT's heads, which tensor parallelism does not divide.
     """
     layers = sum(parallel.layers(model)[rank :: parallel.pp])
     matrices = layers * (model.matrix_parameters - model.expert_parameters)
@@ -41,7 +41,7 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
         matrices += model.embedding_parameters
         whole += model.positions * model.hidden
     if rank == parallel.pp - 1:
-        whole += model.final_norm_parameters
+        whole += model.final_norm_parameters + model.head_parameters
         if parallel.pp > 1 or not model.tied_embeddings:
             matrices += model.embedding_parameters
     return matrices / parallel.tp + whole + expert_parameters(model, parallel, rank)

@@ -31,6 +31,9 @@ class ModelSpec:
         positions: number of learned position embeddings; 0 for rotary or unknown ones.
         hidden_dropout: True if the residual stream has dropout, and keeps its masks.
         attention_dropout: likewise of the attention scores.
+        word_head: True for BERT's head: a dense layer, GELU and a norm before the output layer, which has biases
+            (Megatron-core 0.19, ``models/bert/bert_lm_head.py``).
+        pair_head: True for BERT's pooler and its output of two numbers per sample (``models/bert/pooler.py``).
         kernels: the kernels of its layers and its loss.
         source: origin of the shape.
     """
@@ -49,6 +52,8 @@ class ModelSpec:
     positions: int = 0
     hidden_dropout: bool = True
     attention_dropout: bool = True
+    word_head: bool = False
+    pair_head: bool = False
     kernels: Kernels = LOCAL
     source: str = ""
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
@@ -122,10 +127,17 @@ class ModelSpec:
         return self.vocabulary * self.hidden
 
     @property
+    def head_parameters(self) -> int:
+        """The number of parameters of BERT's heads, biases among them, which every tensor-parallel rank has whole."""
+        words = self.hidden * (self.hidden + 1 + _LAYER_NORM) if self.word_head else 0
+        pairs = self.hidden * (self.hidden + 1) + 2 * (self.hidden + 1) if self.pair_head else 0
+        return words + pairs
+
+    @property
     def parameters(self) -> int:
         """The number of parameters of the whole model."""
         embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
-        return self.layers * self.layer_parameters + self.final_norm_parameters + embeddings
+        return self.layers * self.layer_parameters + self.final_norm_parameters + embeddings + self.head_parameters
 
     def matrix_flops(self, microbatch: int) -> int:
         """Return the FLOPs of one layer's forward pass in products with weights: 2 per parameter and token.
