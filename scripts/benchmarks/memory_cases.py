@@ -142,6 +142,8 @@ def model_flags(model: ModelSpec) -> list[str]:
         flags += ["--group-query-attention", "--num-query-groups", str(model.groups)]
     if model.experts:
         flags += ["--num-experts", str(model.experts), "--moe-router-topk", str(model.experts_per_token)]
+    if model.shared_width:
+        flags += ["--moe-shared-expert-intermediate-size", str(model.shared_width)]
     switches = {
         "--moe-router-pre-softmax": bool(model.experts) and model.experts_per_token == 1,  # as Megatron demands
         "--swiglu": model.swiglu,

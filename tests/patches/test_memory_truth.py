@@ -36,10 +36,13 @@ EXPERTS = ModelSpec(
     hidden_dropout=False,
     attention_dropout=False,
 )
+SHARED = replace(EXPERTS, layers=4, shared_width=2048)
 CASES = [
     ((GPT, Parallel(pp=2, tp=2, dp=2, global_batch=6, sequence_parallel=True, distributed_optimizer=True)), 0),
     ((GPT, Parallel(pp=2, global_batch=3, recompute=Recompute.SELECTIVE)), 1),
     ((EXPERTS, Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
+    ((replace(EXPERTS, shared_width=512), Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
+    ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
 ]
 
 

@@ -36,6 +36,7 @@ from scripts.benchmarks.configuring import event_times, random_iteration, random
 
 A100 = GPUS["a100-80gb"]
 SMALL = ModelSpec(layers=12, hidden=512, heads=8, sequence=256, vocabulary=1024)
+SHARED = "--moe-shared-expert-intermediate-size"
 FLAGS = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 1024 "
     "--global-batch-size 16 --bf16"
@@ -213,6 +214,8 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
         (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),
         (FLAGS + " --num-layer 3", "--num-layer is no flag of Megatron; expected --num-layers"),
+        (FLAGS + " --num-experts 2 --moe-shared-expert-intermediate-size 64", "without --disable-bias-linear"),
+        (FLAGS + " --disable-bias-linear --moe-shared-expert-intermediate-size 64", "64 without experts; expected 0"),
         (FLAGS + " --recompute-method block", "'block': expected uniform"),
         (FLAGS + " --optimizer sgd", "'sgd': expected adam"),
         *(
@@ -220,7 +223,6 @@ def test_when_nothing_fits_it_says_what_excludes_all():
             for flag in (
                 "--mtp-num-layers 1",
                 "--hybrid-layer-pattern MM",
-                "--moe-shared-expert-intermediate-size 64",
                 "--fp4-format e2m1",
                 "--optimizer-cpu-offload",
                 "--recompute-modules mlp",
@@ -250,6 +252,16 @@ def test_flags_are_neutral_or_named_as_not_weighed():
     assert found.ignored == ("--expert-tensor-parallel-size", "--use-precision-aware-optimizer")
     assert found.fixed["expert_tp"] == 1
     assert "--use-precision-aware-optimizer" in found.others
+
+
+def test_shared_experts_are_computed_and_held_beside_those_that_are_chosen():
+    flags = [*FLAGS.split(), *"--num-experts 4 --swiglu --disable-bias-linear --moe-ffn-hidden-size 512".split()]
+    without, model = (read_flags([*flags, *more]).model for more in ([], [SHARED, "1024"]))
+    assert model.shared_width == 1024
+    assert model.layer_parameters - without.layer_parameters == 3 * model.hidden * 1024
+    assert model.matrix_flops(1) - without.matrix_flops(1) == 2 * model.sequence * 3 * model.hidden * 1024
+    its = Parallel(pp=1, global_batch=1)
+    assert memory(model, its)[0].total_bytes > memory(without, its)[0].total_bytes
 
 
 def test_a_tokenizer_of_berts_says_that_the_model_has_its_heads():

@@ -11,6 +11,7 @@ from megatron.fill.wings.configure.known import check_name, is_neutral
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 
+_SHARED = "--moe-shared-expert-intermediate-size"
 _MODEL = {
     "--num-layers": "layers",
     "--hidden-size": "hidden",
@@ -21,6 +22,7 @@ _MODEL = {
     "--num-query-groups": "query_groups",
     "--num-experts": "experts",
     "--moe-router-topk": "experts_per_token",
+    _SHARED: "shared_width",
 }
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
 _CHANNELS, _EXPERT_WIDTH = "--kv-channels", "--moe-ffn-hidden-size"
@@ -134,6 +136,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         fields["ffn_hidden"] = int(4 * fields["hidden"] * 2 / 3 / 64) * 64
     if _EXPERT_WIDTH in values and "experts" in fields:  # all layers have experts, so nothing else has a width
         fields["ffn_hidden"] = values[_EXPERT_WIDTH]
+    if "shared_width" in fields and "--disable-bias-linear" not in names:
+        raise ConfigError(f"{_SHARED} without --disable-bias-linear: expected both, as shared experts have no biases")
     if values.get(_CHANNELS, 0) * fields["heads"] not in (0, fields["hidden"]):
         raise ConfigError(
             f"{_CHANNELS} is {values[_CHANNELS]}: expected --hidden-size over --num-attention-heads, "

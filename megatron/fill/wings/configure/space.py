@@ -130,8 +130,8 @@ def _choices(name: str, found: list[int], fixed: Any) -> list[int]:
 def _tensor_problem(model: ModelSpec, tp: int, cp: int, gpus: int, gpus_per_node: int) -> str:
     if tp > gpus_per_node or gpus % tp:
         return "--tensor-model-parallel-size stays inside a node and divides the GPUs"
-    if model.heads % tp or model.groups % tp or model.ffn % tp:
-        return "--tensor-model-parallel-size divides heads, query groups and the MLP's width"
+    if model.heads % tp or model.groups % tp or model.ffn % tp or model.shared_width % tp:
+        return "--tensor-model-parallel-size divides heads, query groups and the width of MLP and shared experts"
     if gpus % (tp * cp) or (cp > 1 and model.sequence % (2 * cp * tp)):
         return "--context-parallel-size divides the GPUs and half of what tensor parallelism leaves of --seq-length"
     if model.experts and tp > 1 and model.sequence % tp:

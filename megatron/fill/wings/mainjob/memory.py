@@ -70,7 +70,8 @@ def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Reco
     if kind is Recompute.FULL:
         return 2 * unit / whole_divisor
     attention = 4 + 4 * model.groups / model.heads  # query and what goes into the projection; key and value
-    mlp = (6 if model.swiglu else 4) * model.ffn / model.hidden * model.experts_per_token
+    widths = model.ffn * model.experts_per_token + model.shared_width
+    mlp = (6 if model.swiglu else 4) * widths / model.hidden
     core = 0.0 if kind is Recompute.SELECTIVE else 5 * model.heads * model.sequence / model.hidden
     return unit * (10 / whole_divisor + (attention + mlp + core) / parallel.tp)
 

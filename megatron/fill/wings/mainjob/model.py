@@ -28,6 +28,8 @@ class ModelSpec:
         tied_embeddings: True if the output layer uses the embedding's weights.
         experts: number of MLPs of each layer, from which a router chooses; 0 for one MLP without a router.
         experts_per_token: number of experts that a token passes through.
+        shared_width: width inside the shared experts, which are one MLP that every token passes through beside those
+            that the router chooses (Megatron-core 0.19, ``transformer/moe/shared_experts.py``); 0 for none.
         positions: number of learned position embeddings; 0 for rotary or unknown ones.
         hidden_dropout: True if the residual stream has dropout, and keeps its masks.
         attention_dropout: likewise of the attention scores.
@@ -49,6 +51,7 @@ class ModelSpec:
     tied_embeddings: bool = True
     experts: int = 0
     experts_per_token: int = 1
+    shared_width: int = 0
     positions: int = 0
     hidden_dropout: bool = True
     attention_dropout: bool = True
@@ -61,13 +64,15 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            least = 0 if item.name in ("vocabulary", "experts", "positions") else 1
+            least = 0 if item.name in ("vocabulary", "experts", "positions", "shared_width") else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f"{item.name} is {value}; expected at least {least}")
         if self.hidden % self.heads:
             raise ValueError(f"heads is {self.heads}; expected a divisor of hidden, {self.hidden}")
         if self.heads % self.groups:
             raise ValueError(f"query_groups is {self.groups}; expected a divisor of heads, {self.heads}")
+        if self.shared_width and not self.experts:
+            raise ValueError(f"shared_width is {self.shared_width} without experts; expected 0")
         if self.experts_per_token > max(1, self.experts):
             raise ValueError(f"experts_per_token is {self.experts_per_token}; expected at most {max(1, self.experts)}")
 
@@ -97,14 +102,19 @@ class ModelSpec:
         return self.experts * self.mlp_parameters
 
     @property
+    def shared_parameters(self) -> int:
+        """The number of parameters of one layer's shared experts, which tensor parallelism alone divides."""
+        return (3 if self.swiglu else 2) * self.hidden * self.shared_width
+
+    @property
     def matrix_parameters(self) -> int:
         """The number of parameters of one layer's matrices without a router's, which tensor parallelism divides."""
-        return self.attention_parameters + (self.expert_parameters or self.mlp_parameters)
+        return self.attention_parameters + (self.expert_parameters or self.mlp_parameters) + self.shared_parameters
 
     @property
     def passed_parameters(self) -> int:
         """The number of parameters of one layer's matrices that one token passes through."""
-        return self.attention_parameters + self.experts_per_token * self.mlp_parameters
+        return self.attention_parameters + self.experts_per_token * self.mlp_parameters + self.shared_parameters
 
     @property
     def norm_parameters(self) -> int:

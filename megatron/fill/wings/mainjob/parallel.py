@@ -135,7 +135,13 @@ class Parallel:
         Raises:
             ValueError: it cannot; the message names the field, its value, and what was expected.
         """
-        for name, value in (("heads", model.heads), ("query_groups", model.groups), ("ffn_hidden", model.ffn)):
+        divided = {
+            "heads": model.heads,
+            "query_groups": model.groups,
+            "ffn_hidden": model.ffn,
+            "shared_width": model.shared_width,
+        }
+        for name, value in divided.items():
             if value % self.tp:
                 raise ValueError(f"tp is {self.tp}; expected a divisor of the model's {name}, {value}")
         if self.sequence_parallel and model.sequence % self.tp:

@@ -181,12 +181,33 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     weights /= gathered
     # Without a fused gate, the activation's output is kept to scale it by the router's probability.
     scaled = 0.0 if model.swiglu else passes * size.ffn
+    shared = _shared(model, its, size)
+    entry = 0.0 if shared else size.residual  # the router and the shared experts keep one input
     return [
         norm,
-        Step("routing", size.residual + routed, gradient + routed + its.ep * size.whole),
+        *shared,
+        Step("routing", entry + routed, gradient + routed + its.ep * size.whole),
         Step("into", 0.0, gradient + 2 * routed + each * size.gated + gates * weights),
         Step("activation", passes * size.gated + scaled, gradient + 2 * routed + each * (size.ffn + size.gated)),
         Step("out of", passes * size.ffn, gradient + 2 * routed + each * size.ffn + weights),
+    ]
+
+
+def _shared(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
+    """Return the operations of the shared experts: before the routing, so after the experts' in the backward pass.
+
+    They are an MLP that tensor parallelism divides as a dense one; the gradient that the router and the experts leave to
+    their common input waits beside it (Megatron-core 0.19, ``MoELayer.forward``, without overlap).
+    """
+    if not model.shared_width:
+        return []
+    ffn, gates = size.ffn * model.shared_width / model.ffn, 2 if model.swiglu else 1
+    weights = model.hidden * model.shared_width / its.tp * its.precision.weight_bytes
+    gradient = 2 * size.residual
+    return [
+        Step("shared into", size.residual, gradient + gates * ffn + size.whole + gates * weights),
+        Step("shared activation", gates * ffn, gradient + ffn + gates * ffn),
+        Step("shared out of", ffn, gradient + size.whole + ffn + weights),
     ]
 
 
