@@ -255,7 +255,7 @@ def test_flags_are_neutral_or_named_as_not_weighed():
 
 
 def test_shared_experts_are_computed_and_held_beside_those_that_are_chosen():
-    flags = [*FLAGS.split(), *"--num-experts 4 --swiglu --disable-bias-linear --moe-ffn-hidden-size 512".split()]
+    flags = f"{FLAGS} --num-experts 4 --swiglu --disable-bias-linear --moe-ffn-hidden-size 512".split()
     without, model = (read_flags([*flags, *more]).model for more in ([], [SHARED, "1024"]))
     assert model.shared_width == 1024
     assert model.layer_parameters - without.layer_parameters == 3 * model.hidden * 1024

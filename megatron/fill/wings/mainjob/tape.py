@@ -196,8 +196,8 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
 def _shared(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     """Return the operations of the shared experts: before the routing, so after the experts' in the backward pass.
 
-    They are an MLP that tensor parallelism divides as a dense one; the gradient that the router and the experts leave to
-    their common input waits beside it (Megatron-core 0.19, ``MoELayer.forward``, without overlap).
+    They are an MLP that tensor parallelism divides as a dense one; the gradient that the router and the experts leave
+    to their common input waits beside it (Megatron-core 0.19, ``MoELayer.forward``, without overlap).
     """
     if not model.shared_width:
         return []
