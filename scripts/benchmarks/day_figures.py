@@ -54,7 +54,7 @@ def _look(found: dict[str, Any]) -> list[str]:
 
 
 def _doctor(found: dict[str, Any]) -> list[str]:
-    missing = [wall["name"] for wall in found["walls"] if wall["lacks"]]
+    missing = [layer["name"] for layer in found["sandbox"] if layer["lacks"]]
     return [f"walls missing: {', '.join(missing) or 'none'}"]
 
 

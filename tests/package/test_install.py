@@ -176,7 +176,7 @@ def test_the_namespace_has_both_and_the_entry_point_works(environment):
         f"megatron-core {version('megatron-core')}",
     ]
     doctor = json.loads(run(environment, "pipefill", "doctor", "--json"))
-    assert {wall["name"] for wall in doctor["walls"]} >= {"processes", "files"}
+    assert {layer["name"] for layer in doctor["sandbox"]} >= {"processes", "files"}
 
 
 def test_a_store_is_made_by_the_migrations_of_the_wheel(environment):

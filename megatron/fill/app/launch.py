@@ -225,7 +225,7 @@ class Launch:
             info.world_size,
             jobs=[job.name for job in self._jobs],
             store=shown(locate(store_of(settings, run_dir))) if settings.serves else "",
-            walls={layer.name: layer.lacks for layer in self.sandbox.layers},
+            sandbox={layer.name: layer.lacks for layer in self.sandbox.layers},
             trace_iterations=settings.trace_iterations,
             prices=settings.price,
             warmup=settings.warmup_iterations if settings.serves else None,

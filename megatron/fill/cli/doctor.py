@@ -21,7 +21,7 @@ _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
 def doctor(as_json: Json = False) -> None:
     """Show the isolation layers that this machine has for jobs' sandboxes, and the enforcement of each limit.
 
-    --json prints an object: walls (the layers: name, keeps, lacks: why it is missing), abilities (name, has: yes,
+    --json prints an object: sandbox (its layers: name, keeps, lacks: why it is missing), abilities (name, has: yes,
     partly or no, detail), bindings (limit, uses, instead: why nothing better) and notes (faults not contained).
     """
     from megatron.fill.agent.sandbox import find_support, why_no_cuda_for_jobs
@@ -33,21 +33,21 @@ def doctor(as_json: Json = False) -> None:
     facts = gather()
     try:
         user, found = find_support()
-        walls = found.layers
+        layers = found.layers
         if facts.gpus:
             facts = replace(facts, cuda_lacks=why_no_cuda_for_jobs(user, found.namespaces))
     except SandboxError as error:  # the rest of the diagnosis is still printed
-        walls = (Layer("all of them", "", str(error)),)
+        layers = (Layer("all of them", "", str(error)),)
     diagnosis = diagnose(facts)
     if as_json:
         from megatron.fill.cli.views import print_json
 
-        print_json({"walls": [asdict(wall) for wall in walls], **asdict(diagnosis)})
+        print_json({"sandbox": [asdict(layer) for layer in layers], **asdict(diagnosis)})
     else:
-        _print(diagnosis, walls)
+        _print(diagnosis, layers)
 
 
-def _print(diagnosis: Diagnosis, walls: Sequence[Layer]) -> None:
+def _print(diagnosis: Diagnosis, layers: Sequence[Layer]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -55,10 +55,10 @@ def _print(diagnosis: Diagnosis, walls: Sequence[Layer]) -> None:
 
     free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(width=_PIPE_WIDTH if free else None, highlight=False)
-    table = Table("WALL", "", "WHAT IT DOES", box=None, pad_edge=False)
-    for wall in walls:
-        has, said = ("no", f"missing: {wall.lacks}") if wall.lacks else ("yes", wall.keeps)
-        table.add_row(wall.name, Text(has, _COLOURS[has]), Text(said))
+    table = Table("SANDBOX", "", "WHAT IT DOES", box=None, pad_edge=False)
+    for layer in layers:
+        has, said = ("no", f"missing: {layer.lacks}") if layer.lacks else ("yes", layer.keeps)
+        table.add_row(layer.name, Text(has, _COLOURS[has]), Text(said))
     console.print(table)
     console.print()
     table = Table("THIS MACHINE", "", "", box=None, pad_edge=False)

@@ -84,7 +84,7 @@ def _compute_mode(facts: Facts) -> Ability:
 
 
 def _cuda_for_jobs(facts: Facts) -> Ability:
-    return Ability("CUDA for jobs", _yes(not facts.cuda_lacks), facts.cuda_lacks or "it starts behind all the walls")
+    return Ability("CUDA for jobs", _yes(not facts.cuda_lacks), facts.cuda_lacks or "it starts in the whole sandbox")
 
 
 def _cpu_memory(facts: Facts) -> Binding:

@@ -51,7 +51,7 @@ class Segment:
         ranks: number of ranks.
         jobs: names of the jobs in its jobs file.
         store: the job store that it served, without passwords; empty for none.
-        walls: isolation layers of the sandbox, by name, with the reason why a layer was missing (empty if it was not).
+        sandbox: layers of the sandbox, by name, with the reason why a layer was missing (empty if it was not).
         trace_iterations: number of iterations for the trace.
         prices: prices of an hour given at its start; None for none.
         warmup: iterations before filling begins; None if it serves no jobs.
@@ -65,7 +65,7 @@ class Segment:
     ranks: int
     jobs: tuple[str, ...] = ()
     store: str = ""
-    walls: Mapping[str, str] = field(default_factory=dict)
+    sandbox: Mapping[str, str] = field(default_factory=dict)
     trace_iterations: int = 3
     prices: Prices | None = None
     warmup: int | None = None
@@ -200,7 +200,7 @@ def begin_segment(
     ranks: int,
     jobs: Sequence[str] = (),
     store: str = "",
-    walls: Mapping[str, str] | None = None,
+    sandbox: Mapping[str, str] | None = None,
     trace_iterations: int = 3,
     prices: Prices | None = None,
     warmup: int | None = None,
@@ -222,7 +222,7 @@ def begin_segment(
             number += 1
         else:
             break
-    segment = Segment(folder, number, command, time.time(), ranks, tuple(jobs), store, walls or {}, trace_iterations)
+    segment = Segment(folder, number, command, time.time(), ranks, tuple(jobs), store, sandbox or {}, trace_iterations)
     return OpenSegment(replace(segment, prices=prices, warmup=warmup, paired_blocks=paired_blocks))
 
 

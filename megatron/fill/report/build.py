@@ -23,11 +23,11 @@ from megatron.fill.report.schema import (
     RankCycle,
     RankReport,
     Report,
+    SandboxLayer,
     SegmentReport,
     StageReport,
     Summary,
     Totals,
-    Wall,
 )
 from megatron.fill.report.seen import Seen, seen
 from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
@@ -175,7 +175,7 @@ class ReportBuilder:
             jobs=list(jobs),
             cycle=self._cycles,
             account=account(segments),
-            walls=[Wall(name=name, lacks=why) for name, why in (last.walls if last else {}).items()],
+            sandbox=[SandboxLayer(name=name, lacks=why) for name, why in (last.sandbox if last else {}).items()],
         )
 
     def _with_s(self) -> float:

@@ -256,7 +256,7 @@ class Summary(_Model):
     jobs: list[JobSummary] = Field(description="the outcome of each job")
 
 
-class Wall(_Model):
+class SandboxLayer(_Model):
     """An isolation layer of the sandbox of jobs."""
 
     name: str = Field(description="its name, as pipefill doctor prints it")
@@ -325,4 +325,6 @@ class Report(_Model):
     account: list[AccountReport] = Field(
         default=[], description="the account of each rank's wall time, then that of all ranks; empty without a record"
     )
-    walls: list[Wall] = Field(description="the layers of the sandbox of jobs on rank 0's node; empty without jobs")
+    sandbox: list[SandboxLayer] = Field(
+        description="the layers of the sandbox of jobs on rank 0's node; empty without jobs"
+    )

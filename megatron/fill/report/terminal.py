@@ -227,8 +227,8 @@ def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
 
 
 def _wall_lines(report: Report) -> list[str]:
-    lacking = [wall.name for wall in report.walls if wall.lacks]
-    return [f"walls around jobs: {', '.join(lacking)} missing; see pipefill doctor"] if lacking else []
+    lacking = [layer.name for layer in report.sandbox if layer.lacks]
+    return [f"the sandbox of jobs lacks {', '.join(lacking)}; see pipefill doctor"] if lacking else []
 
 
 def _times(count: int) -> str:

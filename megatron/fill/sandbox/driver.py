@@ -50,7 +50,7 @@ def why_no_cuda(trial: DriverTrial) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"cuInit does not return behind the walls ({_LOOK_S:.0f} s were waited)"
+        return f"cuInit does not return in the sandbox ({_LOOK_S:.0f} s were waited)"
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"the attempt ended with {done.returncode}"])[-1]
     return done.stdout.strip()
@@ -68,11 +68,11 @@ def _judge(trial: DriverTrial) -> str:
     if not wrong:
         return ""
     if _behind(None, trial.library):
-        return f"{wrong}, and without any wall too"
+        return f"{wrong}, and without a sandbox too"
     helps = [name for name, sandbox in _with_one_less(trial.sandbox) if not _behind(sandbox, trial.library)]
     if not helps:
-        return f"{wrong} behind the walls, and with any one of them left out; it starts without all of them"
-    return f"{wrong} behind the walls; it starts with this one left out: {' or '.join(helps)}"
+        return f"{wrong} in the sandbox, and with any one of its layers left out; it starts without all of them"
+    return f"{wrong} in the sandbox; it starts with this layer left out: {' or '.join(helps)}"
 
 
 def _with_one_less(sandbox: Sandbox) -> Iterator[tuple[str, Sandbox]]:

@@ -25,11 +25,11 @@ _KEEPS = {
     "ipc": "shared memory of System V and message queues of its own",
     "cgroup": "control groups cannot be named",
     "net": "no network but its own localhost",
-    "user": "root's powers for the walls only",
+    "user": "root's powers for the sandbox only",
 }
 _GIVEN_UP = (  # layer, purpose, and a word of the reason if the layer is missing
     ("system calls", "those that reach beyond a job are refused (seccomp)", "system call"),
-    ("landlock", "a second wall around files, signals and tracing", "landlock"),
+    ("landlock", "a second layer around files, signals and tracing", "landlock"),
     ("powers", "no capability of root's", "powers"),
     ("privileges", "nothing gains privileges by being started", "privileges"),
 )

@@ -1,4 +1,4 @@
-"""Whom jobs run as, which walls are said to stand, and what is said to do about those that do not."""
+"""Whom jobs run as, which layers of the sandbox are said to stand, and what is said to do about those that do not."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_root_of_a_rootless_container_may_have_no_other_user(tmp_path, uids, gid
 
 
 @pytest.mark.parametrize(
-    ("wall", "lacks", "files", "expected"),
+    ("layer", "lacks", "files", "expected"),
     [
         (
             "files",
@@ -121,12 +121,12 @@ def test_root_of_a_rootless_container_may_have_no_other_user(tmp_path, uids, gid
         ("landlock", "landlock has ABI 3", {}, ""),
     ],
 )
-def test_what_would_build_a_missing_wall(monkeypatch, tmp_path, wall, lacks, files, expected):
+def test_what_would_build_a_missing_layer(monkeypatch, tmp_path, layer, lacks, files, expected):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    said = remedy(wall, lacks, tmp_path)
+    said = remedy(layer, lacks, tmp_path)
     assert expected in said
     assert bool(said) == bool(expected)
 

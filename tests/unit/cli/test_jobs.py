@@ -200,12 +200,12 @@ class TestSubmit:
         assert len(pipefill("submit", "jobs.yaml", "--no-check", "--json").json) == 7
 
     def test_jobs_that_cannot_be_looked_at_can_be_submitted_all_the_same(self, pipefill, tmp_path, monkeypatch):
-        monkeypatch.setattr(check, "program", lambda name: ["sh", "-c", "echo 'no walls here' >&2"])
+        monkeypatch.setattr(check, "program", lambda name: ["sh", "-c", "echo 'no sandbox here' >&2"])
         write_jobs(tmp_path)
         ran = pipefill("submit", "jobs.yaml")
         assert ran.status == 2
         assert ran.err == (
-            "pipefill: error: the jobs cannot be looked at: no walls here; --no-check submits them unseen\n"
+            "pipefill: error: the jobs cannot be looked at: no sandbox here; --no-check submits them unseen\n"
         )
         assert pipefill("submit", "jobs.yaml", "--no-check").status == 0
 

@@ -163,8 +163,8 @@ def test_the_command_prints_80_columns_or_json(options):
     assert done.stderr == ""
     if options:
         found = json.loads(done.stdout)
-        assert set(found) == {"walls", "abilities", "bindings", "notes"}
-        assert {"processes", "files", "network", "system calls"} <= {wall["name"] for wall in found["walls"]}
+        assert set(found) == {"sandbox", "abilities", "bindings", "notes"}
+        assert {"processes", "files", "network", "system calls"} <= {layer["name"] for layer in found["sandbox"]}
         assert {ability["has"] for ability in found["abilities"]} <= {"yes", "partly", "no"}
     else:
         assert max(len(line) for line in done.stdout.splitlines()) <= 80

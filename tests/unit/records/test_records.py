@@ -314,12 +314,12 @@ def test_the_recorder_writes_every_few_iterations_and_forgets(tmp_path: Path) ->
 
 def test_segments_are_numbered_and_say_how_they_ended(tmp_path: Path) -> None:
     ranks, _, _ = synthetic_run()
-    write_segment(tmp_path, ranks, ending=SegmentEnding.FAILED, jobs=["a", "b"], store="x.db", walls={"pid": "no"})
+    write_segment(tmp_path, ranks, ending=SegmentEnding.FAILED, jobs=["a", "b"], store="x.db", sandbox={"pid": "no"})
     going = write_segment(tmp_path, ranks[:1], ending=None, trace_iterations=7)
     (tmp_path / "records" / "3").mkdir()  # killed before it could say a word
     failed, running = read_segments(tmp_path)
     assert (failed.number, failed.ending, failed.command, failed.ranks) == (1, SegmentEnding.FAILED, "train", 2)
-    assert (failed.jobs, failed.store, failed.walls) == (("a", "b"), "x.db", {"pid": "no"})
+    assert (failed.jobs, failed.store, failed.sandbox) == (("a", "b"), "x.db", {"pid": "no"})
     assert failed.ended_s is not None
     assert (running.number, running.ending, running.ended_s, running.trace_iterations) == (
         2,

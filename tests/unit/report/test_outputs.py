@@ -185,7 +185,7 @@ def attempts_of(workers: list[WorkerRecord], jobs: list[JobRecord]) -> list[tupl
 
 def test_compose(tmp_path: Path) -> None:
     ranks, workers, jobs = synthetic_run()
-    write_segment(tmp_path, ranks, attempts_of(workers, jobs), walls={"pid": "", "user": "not root"})
+    write_segment(tmp_path, ranks, attempts_of(workers, jobs), sandbox={"pid": "", "user": "not root"})
     report = compose(tmp_path)
     alone = report_of(ranks, workers, jobs[:3], "train")
     assert report.ranks == alone.ranks
@@ -195,7 +195,7 @@ def test_compose(tmp_path: Path) -> None:
         alone.cycle,
         alone.jobs,
     )
-    assert [(wall.name, wall.lacks) for wall in report.walls] == [("pid", ""), ("user", "not root")]
+    assert [(layer.name, layer.lacks) for layer in report.sandbox] == [("pid", ""), ("user", "not root")]
     assert Report.model_validate_json((tmp_path / "report.json").read_text()) == report
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""CUDA's start behind the walls, with a library in its place that needs what a driver might."""
+"""CUDA's start in the sandbox, with a library in its place that needs what a driver might."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def test_a_driver_that_names_its_threads_starts_behind_all_walls(tried):
 def test_without_devices_it_may_not_and_the_wall_is_named(tried, support):
     needs(support, "mount")
     found = tried("/proc/self/task/%d/comm", devices=())
-    assert found.startswith("cuInit gives 304 (CUDA_ERROR_OPERATING_SYSTEM) behind the walls; it starts with this one ")
+    assert found.startswith("cuInit gives 304 (CUDA_ERROR_OPERATING_SYSTEM) in the sandbox; it starts with this layer ")
     assert found.endswith("left out: proc")
 
 
-def test_a_driver_that_needs_what_several_walls_hide_is_said_to(tried, support, tmp_path):
+def test_a_driver_that_needs_what_several_layers_hide_is_said_to(tried, support, tmp_path):
     needs(support, "mount")
     hidden = tmp_path / "hidden" / "state"
     hidden.parent.mkdir()
     hidden.touch()
     hidden.chmod(0o666)
-    assert tried(str(hidden)).endswith("with any one of them left out; it starts without all of them")
+    assert tried(str(hidden)).endswith("with any one of its layers left out; it starts without all of them")
 
 
-def test_a_driver_that_never_starts_is_nobody_s_wall(tried):
-    assert tried("/nowhere").endswith("304 (CUDA_ERROR_OPERATING_SYSTEM), and without any wall too")
+def test_a_driver_that_never_starts_is_no_layer_s_fault(tried):
+    assert tried("/nowhere").endswith("304 (CUDA_ERROR_OPERATING_SYSTEM), and without a sandbox too")
 
 
 def test_a_machine_without_the_library_says_so_in_one_line(folder):

@@ -1,4 +1,4 @@
-"""Jobs looked at before they run: in a real process behind real walls, and from whatever such a process may answer."""
+"""Jobs looked at before they run: in a real process in a real sandbox, and from whatever such a process may answer."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_what_a_module_writes_in_between_is_no_answer(answer):
 
 
 def test_a_checker_that_does_not_start_is_said(monkeypatch):
-    monkeypatch.setattr(check, "program", lambda name: ["sh", "-c", "echo 'no walls' >&2; exit 1"])
-    with pytest.raises(ConfigError, match="the jobs cannot be looked at: no walls"):
+    monkeypatch.setattr(check, "program", lambda name: ["sh", "-c", "echo 'no sandbox' >&2; exit 1"])
+    with pytest.raises(ConfigError, match="the jobs cannot be looked at: no sandbox"):
         check.examine([job("a", "m:C")], [], {})
 
 

@@ -57,10 +57,10 @@ def spec(folder) -> StandInSpec:
 
 
 def test_a_main_job_that_does_not_start_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "program", lambda name: ["sh", "-c", "echo no walls >&2; exit 1"])
+    monkeypatch.setattr(module, "program", lambda name: ["sh", "-c", "echo no sandbox >&2; exit 1"])
     store = MemoryStore()
     [job] = store.submit([NewJob("a", Work())])
-    with pytest.raises(FillError, match="the main job that the job is tried beside does not run: no walls"):
+    with pytest.raises(FillError, match="the main job that the job is tried beside does not run: no sandbox"):
         train(spec(tmp_path), store, job.id, lambda job: False)
 
 
