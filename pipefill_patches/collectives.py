@@ -8,7 +8,8 @@ All functions of ``torch.distributed`` end, also if imported, in methods of two 
 So these methods are wrapped: a blocking call is a bubble from before it is posted, and an asynchronous one is a bubble
 during its ``wait``.  A send or receive between passes is to another stage, whatever its group: a bridge between the
 modules of a pipeline has a group that no stage knows.  Collectives inside a pass or within one stage (data or tensor
-parallel) open no pipeline bubble; the account of the rank's time has them under the name of their group.  Functional
+parallel) open no pipeline bubble; the account of the rank's time has them under the name of their group.  Those in a
+checkpoint's save, where a rank waits for the others to have written, are bubbles of their own kind.  Functional
 collectives, which torch dispatches in C++, are not intercepted.
 """
 
@@ -136,7 +137,7 @@ def install(stack: contextlib.ExitStack) -> None:
                 return wait(work, *args, **kwargs)
             depth = account.enter(name)
             try:
-                return wait(work, *args, **kwargs)
+                return bus.wait_for_ranks(functools.partial(wait, work, *args, **kwargs))
             finally:
                 account.leave(depth)
 
@@ -158,7 +159,7 @@ def install(stack: contextlib.ExitStack) -> None:
                 return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
             depth = account.enter(whose)
             try:
-                return _finished(call, group, *args, **kwargs)
+                return bus.wait_for_ranks(functools.partial(_finished, call, group, *args, **kwargs))
             finally:
                 account.leave(depth)
 

@@ -143,6 +143,10 @@ def _install_account(stack: contextlib.ExitStack) -> None:
     ):
         holder, name = target.resolve()
         replace(stack, holder, name, _accounted(getattr(holder, name), what, whole))
+    holder, name = _SAVE.resolve()
+    replace(stack, holder, name, bus.saving()(getattr(holder, name)))
+    holder, name = _NEXT_BATCH.resolve()
+    replace(stack, holder, name, _awaited(getattr(holder, name)))
     base, _ = _OPTIMIZER.resolve()
     kinds = [base]
     for kind in kinds:
@@ -163,6 +167,14 @@ def _accounted(original: Callable[..., Any], what: str, whole: bool) -> Callable
             return original(*args, **kwargs)
         finally:
             account.leave(depth)
+
+    return run
+
+
+def _awaited(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return bus.wait_for_batch(functools.partial(original, *args, **kwargs))
 
     return run
 

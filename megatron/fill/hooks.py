@@ -17,7 +17,7 @@ from threading import get_ident
 from typing import Protocol
 
 from megatron.fill.account import EVALUATION, EVALUATION_WAIT, Account
-from megatron.fill.types import BubbleKind, CycleKey
+from megatron.fill.types import PIPELINE_KINDS, BubbleKind, CycleKey
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class Listener(Protocol):
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         """Called when the rank is about to wait.
+
+        Bubbles of the pipeline are numbered through the cycle, those of another kind through the save or iteration.
 
         Args:
             free_bytes: device memory promised to be free during the bubble; None for the free memory found.
@@ -138,6 +140,8 @@ class BubbleBus:
         self._passes = 0
         self._open = False
         self._marked = False  # the open bubble is marked by hand
+        self._saving = False
+        self._saves_waits = self._batches = 0  # waits in this save, batches in this iteration
 
     # The patches call the methods below in the order of the events.
 
@@ -146,6 +150,7 @@ class BubbleBus:
             callback.on_iteration()
         self.account.settle()
         self._training = True
+        self._batches = 0
         if self.listener is not None:
             self._guarded(self._start, self.listener, iteration)
 
@@ -239,6 +244,43 @@ class BubbleBus:
             if begun:
                 self._marked = False
                 self._end()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save a checkpoint in the block."""
+        self._saving, self._saves_waits = not self._training, 0
+        try:
+            yield
+        finally:
+            self._saving = False
+
+    def wait_for_ranks[T](self, call: Callable[[], T]) -> T:
+        """Make a call that waits for other ranks: in a save, in a bubble."""
+        if not self._saving:
+            return call()
+        self._saves_waits += 1
+        return self._outside(BubbleKind.SAVE, self._saves_waits - 1, call)
+
+    def wait_for_batch[T](self, call: Callable[[], T]) -> T:
+        """Make a call that waits for the next batch: in an iteration, in a bubble."""
+        if not self._training:
+            return call()
+        self._batches += 1
+        return self._outside(BubbleKind.DATA, self._batches - 1, call)
+
+    def _outside[T](self, kind: BubbleKind, index: int, call: Callable[[], T]) -> T:
+        """Make a call in a bubble outside the pipeline, which is no part of the cycle."""
+        listener = self._heard
+        if self._open or listener is None or self.account.thread != get_ident():
+            return call()
+        self._open = True
+        self._guarded(listener.bubble_opened, kind, index, self.clock(), None)
+        try:
+            return call()
+        finally:
+            self._open = False
+            if (listener := self._heard) is not None:
+                self._guarded(listener.bubble_closed, self.clock())
 
     def _begin(self, kind: BubbleKind, free_bytes: int | None) -> bool:
         """Open a bubble; False if one is open already, or there is no listener."""
@@ -343,15 +385,15 @@ def bubble(kind: BubbleKind | str, *, free_bytes: int | None = None) -> Iterator
             request.wait()
 
     Args:
-        kind: a ``BubbleKind``, or its name.
+        kind: a ``BubbleKind`` of the pipeline, or its name.
         free_bytes: device memory that is free during the bubble and that jobs may use; the promise is not checked.
             None for the free memory found.
 
     Raises:
         ValueError: the kind does not exist, or ``free_bytes`` is negative.
     """
-    if kind not in [*BubbleKind]:
-        raise ValueError(f"there is no bubble of kind {kind!r}; expected one of {', '.join(BubbleKind)}")
+    if kind not in PIPELINE_KINDS:
+        raise ValueError(f"there is no bubble of kind {kind!r}; expected one of {', '.join(PIPELINE_KINDS)}")
     if free_bytes is not None and free_bytes < 0:
         raise ValueError(f"free_bytes is {free_bytes}: expected 0 or more bytes")
     with bus.mark(BubbleKind(kind), free_bytes):

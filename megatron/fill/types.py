@@ -22,12 +22,17 @@ def fills_block(block: int) -> bool:
 
 
 class BubbleKind(StrEnum):
-    """The place of a bubble in the iteration (PipeFill, section 2)."""
+    """The place of a bubble in the iteration (PipeFill, section 2), or what the rank waits for outside the pipeline."""
 
     FILL = "fill"  # before the first forward
     FWD_BWD = "fwd-bwd"  # between the last warm-up forward and the first backward
     INTERIOR = "interior"  # non-contiguous, inside the steady state
     DRAIN = "drain"  # after the last backward, until the iteration's last cross-stage collective
+    SAVE = "save"  # for other ranks, in a checkpoint's save
+    DATA = "data"  # for the next batch
+
+
+PIPELINE_KINDS = (BubbleKind.FILL, BubbleKind.FWD_BWD, BubbleKind.INTERIOR, BubbleKind.DRAIN)  # those of the cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class Bubble:
 
     Attributes:
         iteration: number of the training iteration, from 1, as Megatron prints it.
-        index: position in the iteration's bubble cycle, from 0.
+        index: position in the iteration's bubble cycle, from 0; outside the pipeline, among the waits of its kind in
+            the save or the iteration.
         predicted_ns: duration predicted when it opened; 0 for no prediction.
         seq: the gate's number of it; 0 if the gate stayed shut (too short, not yet predictable, filling off).
         free_bytes: device memory that the training left free.

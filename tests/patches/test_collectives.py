@@ -17,6 +17,7 @@ from torch.distributed import all_reduce as bound_before
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import pipefill_patches
 from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.timers import Timers, dist_all_gather_func
 from megatron.fill.hooks import bus
 from megatron.fill.types import CycleKey
@@ -60,6 +61,9 @@ def bubbles(call, at="drain"):
     bus.end_schedule()
     bus.end_iteration()
     call() if at == "after" else None
+    if at == "save":
+        with bus.saving():
+            call()
     return heard.found
 
 one, two = torch.ones(2), torch.ones(4)
@@ -87,6 +91,7 @@ def within():
     bus.close()
 
 timers = Timers(1, "all")
+batches = RerunDataIterator(iter(range(9)))
 CALLS = {
     "all_reduce": lambda: dist.all_reduce(one),
     "all_reduce bound before": lambda: bound_before(one, **group),
@@ -111,7 +116,11 @@ CALLS = {
 }
 found = {
     "drain": {name: bubbles(call) for name, call in CALLS.items()},
-    "places": {at: bubbles(dist.barrier, at) for at in ("before", "fill", "pass", "between", "drain", "after")},
+    "places": {at: bubbles(dist.barrier, at) for at in ("before", "fill", "pass", "between", "drain", "after", "save")},
+    "save waited for later": bubbles(lambda: dist.all_reduce(one, async_op=True).wait(), "save"),
+    "save not waited for": bubbles(lambda: dist.all_reduce(one, async_op=True), "save"),
+    "batch": bubbles(lambda: next(batches), "pass"),
+    "batch of no iteration": bubbles(lambda: next(batches), "after"),
     "not waited for": bubbles(lambda: dist.all_reduce(one, async_op=True)),
     "one stage": bubbles(lambda: (dist.all_reduce(one, group=stage), dist.barrier(stage))),
     "batched": bubbles(batched),
@@ -154,7 +163,14 @@ def test_bubbles_are_between_the_passes_of_an_iteration(found):
         "between": ["interior"],
         "drain": ["drain"],
         "after": [],
+        "save": ["save"],
     }
+
+
+def test_waits_in_a_save_and_for_a_batch_are_bubbles_of_their_own_kinds(found):
+    assert kinds(found["save waited for later"]) == ["save"]
+    assert kinds(found["batch"]) == ["data"]
+    assert found["save not waited for"] == found["batch of no iteration"] == []
 
 
 def test_no_bubble_where_nobody_waits_or_for_the_own_stage(found):

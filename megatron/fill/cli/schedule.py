@@ -11,7 +11,7 @@ import typer
 
 from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.errors import ConfigError
-from megatron.fill.types import BubbleKind
+from megatron.fill.types import PIPELINE_KINDS
 
 if TYPE_CHECKING:
     from megatron.fill.pipeline.costs import PipelineCosts
@@ -149,7 +149,7 @@ def _found(timeline: Timeline, min_bubble_ms: float) -> dict[str, Any]:
         ranks.append(
             {
                 "rank": rank,
-                **{f"{kind}_ms": seconds[kind] * 1e3 for kind in BubbleKind},
+                **{f"{kind}_ms": seconds[kind] * 1e3 for kind in PIPELINE_KINDS},
                 "bubble_share": sum(lengths_ms) / period_ms,
                 "fillable_share": sum(ms for ms in lengths_ms if ms >= min_bubble_ms) / period_ms,
                 "bubbles": len(lengths_ms),
@@ -181,13 +181,13 @@ def _print(found: dict[str, Any]) -> None:
         f"{found['fillable_share']:.1%}"
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    kinds = [f"{kind.upper()}\nMS" for kind in BubbleKind]
+    kinds = [f"{kind.upper()}\nMS" for kind in PIPELINE_KINDS]
     for heading in ("RANK", *kinds, "BUBBLES", "FILLABLE", "LONGEST\nMS", "PEAK"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in found["ranks"]:
         table.add_row(
             str(row["rank"]),
-            *(_ms(row[f"{kind}_ms"]) for kind in BubbleKind),
+            *(_ms(row[f"{kind}_ms"]) for kind in PIPELINE_KINDS),
             str(row["bubbles"]),
             f"{row['fillable_share']:.1%}",
             _ms(row["longest_ms"]),

@@ -100,7 +100,7 @@ class RunMetrics:
 
 def _of_bubbles(ranks: list[LiveRank]) -> Iterator[Metric]:
     bubbles = CounterMetricFamily(
-        "pipefill_bubble_seconds", "Time in bubbles of training iterations.", labels=["stage", "kind"]
+        "pipefill_bubble_seconds", "Time in bubbles of training iterations and saves.", labels=["stage", "kind"]
     )
     sums = {
         "pipefill_fillable_seconds": ("Time in bubbles while filling was on.", lambda its: its.fillable_ns / _S),

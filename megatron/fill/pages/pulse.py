@@ -73,6 +73,8 @@ class Pulse:
             BubbleKind.FWD_BWD: f"stage {(self.stage + 1) % self.stages}, for its first backward",
             BubbleKind.INTERIOR: "a neighbouring stage",
             BubbleKind.DRAIN: "all stages, in a collective after its last backward",
+            BubbleKind.SAVE: "other ranks, in a checkpoint's save",
+            BubbleKind.DATA: "the next batch",
         }[self.waits]
         return f"waits for {whom} ({self.waits} bubble), for {(now_ns - self.waits_since_ns) / _S:.0f} s"
 

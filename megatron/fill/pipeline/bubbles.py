@@ -11,13 +11,13 @@ from itertools import accumulate
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.timeline import Timeline
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
-from megatron.fill.types import BubbleKind
+from megatron.fill.types import PIPELINE_KINDS, BubbleKind
 
 
 def bubble_seconds(timeline: Timeline) -> tuple[dict[BubbleKind, float], ...]:
     """The seconds of each kind of bubble in an iteration, per rank."""
     return tuple(
-        {kind: sum(wait.duration_ns for wait in row if wait.kind is kind) / 1e9 for kind in BubbleKind}
+        {kind: sum(wait.duration_ns for wait in row if wait.kind is kind) / 1e9 for kind in PIPELINE_KINDS}
         for row in timeline.waits
     )
 

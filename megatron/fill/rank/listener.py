@@ -16,12 +16,14 @@ from megatron.fill.pages.gate import GateWriter
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.brake import Brake
+from megatron.fill.rank.outside import OutsidePredictor
 from megatron.fill.rank.predictor import ENOUGH_TO_PLAN, BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.stillness import StillnessWatch
-from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_block
+from megatron.fill.types import PIPELINE_KINDS, Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
 _SHOW_EVERY = 20  # iterations between two updates of the board
+_LEAST_OUTSIDE_NS = 1_000_000  # a wait outside the pipeline that is shorter and was not filled is not recorded
 _FREED_BYTES = 64 << 20  # increase in free memory after which the board is updated at once
 
 
@@ -76,6 +78,7 @@ class RankListener:
         self.recorder = recorder
         self.predictor = predictor
         self.free_bytes = free_bytes
+        self._outside = OutsidePredictor(predictor.rule.min_bubble_ns)
         self.paired_blocks = paired_blocks
         self.guard_ns = predictor.rule.guard_ns  # replaced by the brake's if there is a brake
         self.board = board
@@ -195,7 +198,10 @@ class RankListener:
         """Do nothing: positions restart with the next cycle."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
-        forecast = self.predictor.forecast(kind, index, now_ns)
+        if kind in PIPELINE_KINDS:
+            forecast = self.predictor.forecast(kind, index, now_ns)
+        else:
+            forecast = self._outside.forecast(kind, index)
         seq = 0
         filling = self.filling and self.control.running
         if filling and forecast.fills and self.gate is not None:
@@ -212,9 +218,17 @@ class RankListener:
             return
         if bubble.seq and self.gate is not None:
             self.gate.close(now_ns)
-        self.predictor.observe(bubble.kind, bubble.index, bubble.start_ns, now_ns)
+        in_cycle = bubble.kind in PIPELINE_KINDS
+        if in_cycle:
+            self.predictor.observe(bubble.kind, bubble.index, bubble.start_ns, now_ns)
+        else:
+            duration_ns = now_ns - bubble.start_ns
+            self._outside.observe(bubble.kind, bubble.index, duration_ns)
+            if not bubble.seq and duration_ns < _LEAST_OUTSIDE_NS:
+                return
         free_bytes = self.free_bytes() if bubble.promised_bytes is None else bubble.promised_bytes
-        if not self._forward_only:
+        forward_only = in_cycle and self._forward_only  # an evaluation may have come before a save
+        if in_cycle and not forward_only:
             self._free_bytes[bubble.index] = free_bytes
         self.recorder.bubble(
             Bubble(
@@ -227,7 +241,7 @@ class RankListener:
                 bubble.seq,
                 free_bytes,
                 bubble.filling,
-                self._forward_only,
+                forward_only,
             )
         )
 

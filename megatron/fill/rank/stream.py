@@ -8,7 +8,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.pages.ring import Fact, Ring
 from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.signals import Signals
-from megatron.fill.types import BubbleKind, CycleKey
+from megatron.fill.types import PIPELINE_KINDS, BubbleKind, CycleKey
 
 _PEAKS = 2  # number of iterations after which the training has reached its peak memory
 _ASK_EVERY = 20  # iterations between two calls of ``missing_bytes``
@@ -18,7 +18,8 @@ _NOT_SAID = -1
 class StreamListener:
     """A hooks.Listener that writes facts into a ring and marks their places in the stream.
 
-    The times from the bus are the host's and are not used.
+    The times from the bus are the host's and are not used.  Bubbles outside the pipeline are left out: the host waits
+    there while the GPU may still copy, in streams without marks.
 
     Args:
         missing_bytes: returns the part of the training's own memory margin that cannot be reserved; called every few
@@ -46,6 +47,7 @@ class StreamListener:
         self._relayed = relayed
         self._on_shut = on_shut
         self._is_shut = False
+        self._outside = False  # the open bubble is outside the pipeline
 
     def iteration_started(self, iteration: int, now_ns: int) -> None:
         if not self._relayed():
@@ -75,10 +77,15 @@ class StreamListener:
         self._write(Fact.CYCLE_ENDED, marked=False)
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
+        self._outside = kind not in PIPELINE_KINDS
+        if self._outside:
+            return
         self._write(Fact.BUBBLE_OPENED, index, free_bytes=_NOT_SAID if free_bytes is None else free_bytes, text=kind)
         self._mark()
 
     def bubble_closed(self, now_ns: int) -> None:
+        if self._outside:
+            return
         self._write(Fact.BUBBLE_CLOSED)
         self._mark()
 

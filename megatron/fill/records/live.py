@@ -22,7 +22,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.records.agent import Attempts
 from megatron.fill.records.files import RECORD_VERSION
 from megatron.fill.records.segment import Segment
-from megatron.fill.types import BrakeEvent, RankInfo
+from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, RankInfo
 
 _RECENT = 4096  # iterations that the slowdown is estimated from
 _LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 4, its pauses at least 64
@@ -54,7 +54,7 @@ class LiveRank:
     Attributes:
         iteration: number of its last iteration.
         ended_ns: end of its last iteration, by the monotonic clock of its node.
-        bubble_ns: duration of the bubbles of training iterations, by kind.
+        bubble_ns: duration of the bubbles of training iterations and saves, by kind.
         fillable_ns: duration of the bubbles, of evaluations too, while filling was on.
         overruns: number of bubbles after which a step ran on.
         ended: number of attempts that ended, by state and cause.
@@ -213,8 +213,8 @@ class LiveSegment:
 
     @property
     def bubble_share(self) -> float:
-        """Bubble time over iteration time, of all ranks; NaN if unknown."""
-        bubbles = sum(rank.bubble_ns.total() for rank in self.ranks.values())
+        """Bubble time of the pipeline over iteration time, of all ranks; NaN if unknown."""
+        bubbles = sum(rank.bubble_ns[kind] for rank in self.ranks.values() for kind in PIPELINE_KINDS)
         return _ratio(bubbles, sum(rank.iteration_ns for rank in self.ranks.values()))
 
     @property

@@ -24,7 +24,7 @@ def bubble_cycle(seen: Seen) -> RankCycle:
     used = its.number > its.number.min() if len(its.number) > 1 else np.ones(len(its.number), dtype=bool)
     order = np.argsort(its.number[used], kind="stable")
     numbers, starts, durations = (values[used][order] for values in (its.number, its.start, its.duration))
-    training = np.flatnonzero(~bubbles.forward_only & np.isin(bubbles.iteration, numbers))
+    training = np.flatnonzero(~bubbles.outside & ~bubbles.forward_only & np.isin(bubbles.iteration, numbers))
     kept = _most_common(bubbles, training, bubbles.iteration[training])
     evaluations = _evaluations(bubbles)
     if len(kept):

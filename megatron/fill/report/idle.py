@@ -11,12 +11,12 @@ from megatron.fill.records import BLIND
 from megatron.fill.report.account import GAP
 from megatron.fill.report.rows import new_table
 from megatron.fill.report.schema import AccountReport
-from megatron.fill.types import BubbleKind
+from megatron.fill.types import PIPELINE_KINDS
 
 _BUBBLES = "--fill-jobs"
 # Flags that make a kind of idle time shorter, or fill it.
 _REMEDIES = {
-    **{str(kind): _BUBBLES for kind in BubbleKind},
+    **{str(kind): _BUBBLES for kind in PIPELINE_KINDS},
     "drain": "--fill-jobs; --overlap-grad-reduce",
     "tensor group": "--tp-comm-overlap",
     "data group": "--overlap-grad-reduce, --overlap-param-gather",

@@ -10,9 +10,9 @@ from operator import add
 import numpy as np
 
 from megatron.fill.records import column
-from megatron.fill.report.seen import KINDS, IterationTimes, Seen
+from megatron.fill.report.seen import KINDS, Bubbles, IterationTimes, Seen
 from megatron.fill.report.timeuse import TimeUse, time_use, time_use_unknown
-from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
+from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,14 @@ class RankPart:
         fillable: bubble time with filling on, after jobs had settled.
         settling: bubble time with filling on while jobs of some rank still set themselves up; not in ``fillable``.
         harvested: time in steps inside fillable bubbles.
+        outside: all time in waits outside the pipeline, the part of it in ``fillable`` and that in ``harvested``, by
+            kind; the last one as far as the workers' records still have single bubbles.
         time_use: ``fillable``, split by use.
         alone, share: numerator and denominator of ``fill_efficiency``.
         done: work by job.
         latencies, overruns: one entry for each recent bubble of its workers in which a step was begun.
         errors: sum of the absolute errors of the predicted durations.
-        predicted: number of bubbles with a prediction.
+        predicted: number of bubbles of the pipeline with a prediction.
         known: True if the workers' records are complete; otherwise ``done`` is a lower bound.
     """
 
@@ -63,6 +65,7 @@ class RankPart:
     fillable: int
     settling: int
     harvested: int
+    outside: dict[BubbleKind, tuple[int, int, int]]
     time_use: dict[TimeUse, int]
     alone: float
     share: float
@@ -86,7 +89,7 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
     ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
     fillable = int(bubbles.duration[bubbles.filling].sum())
     early = _harvested_in(bubbles.seq[bubbles.settling], workers)
-    predicted = bubbles.predicted > 0
+    predicted = (bubbles.predicted > 0) & ~bubbles.outside
     alone, share = _efficiency(fillable, workers, early) if known else (0.0, 0.0)
     done: dict[str, JobWork] = {}
     for worker in workers:
@@ -107,6 +110,7 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
         fillable=fillable,
         settling=int(bubbles.duration[bubbles.settling].sum()),
         harvested=sum(worker.harvested_ns for worker in workers) - sum(early),
+        outside={kind: _outside(bubbles, kind, workers) for kind in KINDS if kind not in PIPELINE_KINDS},
         time_use=time_use(bubbles, workers) if known else time_use_unknown(bubbles),
         alone=alone,
         share=share,
@@ -145,6 +149,14 @@ def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int
         else 0
         for worker in workers
     ]
+
+
+def _outside(bubbles: Bubbles, kind: BubbleKind, workers: Sequence[WorkerRecord]) -> tuple[int, int, int]:
+    """Return the ns of the bubbles of a kind: all, the fillable ones, and those harvested."""
+    its = bubbles.kind == KINDS.index(kind)
+    fillable = its & bubbles.filling
+    harvested = sum(_harvested_in(bubbles.seq[fillable & (bubbles.seq > 0)], workers))
+    return int(bubbles.duration[its].sum()), int(bubbles.duration[fillable].sum()), harvested
 
 
 def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], early: Sequence[int]) -> tuple[float, float]:

@@ -65,6 +65,14 @@ class WorkReport(_Model):
     harvested_s: float = Field(description="seconds inside steps and inside bubbles")
 
 
+class Outside(_Model):
+    """Waits outside the pipeline: for other ranks in a checkpoint's save, or for the next batch."""
+
+    total_s: float = Field(description="seconds of them, in no bubble_s")
+    fillable_s: float = Field(description="seconds of them while filling was on and jobs had settled")
+    harvested_s: float = Field(description="seconds inside steps and inside them, of those that are still recorded")
+
+
 class Totals(_Model):
     """The figures of one rank, or of all ranks together."""
 
@@ -84,6 +92,9 @@ class Totals(_Model):
         description="seconds inside steps and inside fillable bubbles, of ranks where it is known; null if of none"
     )
     harvest_ratio: float | None = Field(description="harvested_s / fillable_s, of ranks whose harvest is known")
+    outside: dict[BubbleKind, Outside] = Field(
+        default_factory=dict, description="waits outside the pipeline, by kind; none without any"
+    )
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
     time_use_ns: dict[TimeUse, int] = Field(description="the nanoseconds of fillable_s, by use")
     steps: int = Field(description="steps of jobs done in bubbles")
@@ -91,7 +102,7 @@ class Totals(_Model):
     open_to_step_us: Percentiles | None = Field(description="time from a gate's opening to the first step's start")
     overrun_us: Percentiles | None = Field(description="time that the last step ran on after its bubble; 0 counts")
     paired: PairedTimes | None = Field(description="iteration times with filling on and off, inside paired blocks")
-    predicted_bubbles: int = Field(description="bubbles whose duration was predicted when they opened")
+    predicted_bubbles: int = Field(description="bubbles of the pipeline whose duration was predicted when they opened")
     prediction_error_ms: float | None = Field(description="mean absolute error of those predictions")
 
 

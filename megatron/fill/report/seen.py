@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron.fill.records import column
-from megatron.fill.types import BubbleKind, RankInfo, RankRecord
+from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, RankRecord
 
 KINDS = tuple(BubbleKind)
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -42,6 +42,7 @@ class Bubbles:
     filling: np.ndarray  # filling was on and jobs had settled
     settling: np.ndarray  # filling was on and jobs of some rank still set themselves up
     forward_only: np.ndarray
+    outside: np.ndarray  # it is no bubble of the pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ def seen(record: RankRecord) -> Seen:
             filling=on & ~settling,
             settling=settling,
             forward_only=_flags(bubbles, "forward_only"),
+            outside=np.array([kind not in PIPELINE_KINDS for kind in column(bubbles, "kind")], dtype=bool),
         ),
     )
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.fill.records import Estimate, IterationTime, column, slowdown
-from megatron.fill.report.seen import KINDS, seen
-from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
+from megatron.fill.report.seen import seen
+from megatron.fill.types import PIPELINE_KINDS, JobRecord, RankRecord, WorkerRecord
 
 type Attempt = tuple[JobRecord, WorkerRecord]
 
@@ -69,7 +69,7 @@ class Series:
         np.add.at(self._fillable, where, duration)
         for job, worker in attempts:
             self._harvested += self._harvest(job, worker, where, bubbles.seq[single], bubbles.start[single], duration)
-        told = np.flatnonzero((bubbles.predicted > 0) & (bubbles.index >= 0) & ~bubbles.forward_only)
+        told = np.flatnonzero((bubbles.predicted > 0) & (bubbles.index >= 0) & ~bubbles.forward_only & ~bubbles.outside)
         np.add.at(self._predicted, (_cell(bubbles.predicted[told]), _cell(bubbles.duration[told])), 1)
         self._add_parts(record)
         if self._rank in (None, record.info.rank):
@@ -127,7 +127,7 @@ class Series:
                 parts[span.name] += span.end_ns - span.start_ns
                 total += span.end_ns - span.start_ns
         for bubble in record.bubbles:
-            if bubble.iteration in whole and not bubble.forward_only:
+            if bubble.iteration in whole and bubble.kind in PIPELINE_KINDS and not bubble.forward_only:
                 parts[f"{bubble.kind} bubble"] += bubble.duration_ns
                 total += bubble.duration_ns
         parts["rest"] += max(0, sum(whole.values()) - total)
@@ -143,7 +143,7 @@ class Series:
 
     def parts(self) -> list[tuple[int, str, float]]:
         """Return stage, part and its milliseconds of a mean iteration."""
-        names = ["forward", "backward", *(f"{kind} bubble" for kind in KINDS), "rest"]
+        names = ["forward", "backward", *(f"{kind} bubble" for kind in PIPELINE_KINDS), "rest"]
         return [
             (stage, name, its[name] / self._whole[stage] / _MS)
             for stage, its in sorted(self._parts.items())

@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 
 from megatron.fill.report.part import JobWork, RankPart
-from megatron.fill.report.schema import PairedTimes, Percentiles, Times, Totals, WorkReport
+from megatron.fill.report.schema import Outside, PairedTimes, Percentiles, Times, Totals, WorkReport
 from megatron.fill.report.timeuse import TimeUse
-from megatron.fill.types import BubbleKind, Iteration
+from megatron.fill.types import PIPELINE_KINDS, BubbleKind, Iteration
 
 _S, _MS, _US = 1e9, 1e6, 1e3  # nanoseconds
 _POOLED = 1_000_000
@@ -81,8 +81,9 @@ class Tally:
         self._unknown = False
         self._times, self._on, self._off = Pool(), Pool(), Pool()
         self._latencies, self._overruns = Pool(), Pool()
-        self._bubbles = dict.fromkeys(BubbleKind, 0)
-        self._evaluation = dict.fromkeys(BubbleKind, 0)
+        self._bubbles = dict.fromkeys(PIPELINE_KINDS, 0)
+        self._evaluation = dict.fromkeys(PIPELINE_KINDS, 0)
+        self._outside: dict[BubbleKind, np.ndarray] = {}  # all ns of them, the fillable and the harvested ones
         self._alone = self._share = 0.0
         self.done: dict[str, JobWork] = {}  # by job
         self._time_use = dict.fromkeys(TimeUse, 0)
@@ -104,9 +105,11 @@ class Tally:
         self._off.add(part.duration[paired & ~part.filling])
         self._latencies.add(part.latencies)
         self._overruns.add(part.overruns)
-        for kind in BubbleKind:
+        for kind in PIPELINE_KINDS:
             self._bubbles[kind] += part.bubbles[kind]
             self._evaluation[kind] += part.evaluation[kind]
+        for kind, times in part.outside.items():
+            self._outside[kind] = self._outside.get(kind, 0) + np.array(times)
         self._alone += part.alone
         self._share += part.share
         for job, done in part.done.items():
@@ -131,6 +134,11 @@ class Tally:
             settling_s=self._settling / _S,
             harvested_s=None if unknown else self._harvested / _S,
             harvest_ratio=ratio(self._harvested, self._known),
+            outside={
+                kind: Outside(total_s=total / _S, fillable_s=fillable / _S, harvested_s=harvested / _S)
+                for kind, (total, fillable, harvested) in self._outside.items()
+                if total
+            },
             fill_efficiency=ratio(self._alone, self._share),
             time_use_ns=self._time_use,
             steps=sum(done.steps for done in self.done.values()),

@@ -29,7 +29,7 @@ from megatron.fill.report.schema import (
     Totals,
 )
 from megatron.fill.report.spent import cost_lines, use_table
-from megatron.fill.types import BubbleKind, JobState
+from megatron.fill.types import PIPELINE_KINDS, JobState
 
 _GIB = 2**30
 _BRAKES = 5  # stops of one rank that are printed
@@ -53,6 +53,7 @@ def print_report(report: Report, console: Console) -> None:
         *_segment_lines(report.segments),
         *record_lines(report),
         *_settling_lines(report.total),
+        *_outside_lines(report.total),
         *_lines(report, report.segments[-1].paired_blocks if report.segments else 0),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
@@ -98,7 +99,7 @@ def _rank_cells(totals: Totals) -> list[str]:
         str(totals.iterations),
         _short(time.median_s * 1e3) if time else "-",
         _percent(totals.bubble_share),
-        *(_short(totals.bubble_s.get(kind, 0.0)) for kind in BubbleKind),
+        *(_short(totals.bubble_s.get(kind, 0.0)) for kind in PIPELINE_KINDS),
         "-" if totals.harvested_s is None else _short(totals.harvested_s),
         "-" if totals.harvest_ratio is None else f"{totals.harvest_ratio:.3f}",
     ]
@@ -209,6 +210,16 @@ def _settling_lines(total: Totals) -> list[str]:
     return (
         [f"bubbles that passed while jobs started, in no ratio: {total.settling_s:,.2f} s"] if total.settling_s else []
     )
+
+
+def _outside_lines(total: Totals) -> list[str]:
+    """Return a line on each kind of wait outside the pipeline that could be filled."""
+    return [
+        f"{kind}: waited for {its.total_s:.1f} s outside the pipeline; used {its.harvested_s:.1f} s of the "
+        f"{its.fillable_s:.1f} s that could be filled"
+        for kind, its in total.outside.items()
+        if its.fillable_s
+    ]
 
 
 def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:

@@ -11,7 +11,7 @@ from statistics import fmean
 from megatron.fill.pipeline.program import Key, Program, eager
 from megatron.fill.pipeline.program import rendezvous as both_wait
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
-from megatron.fill.types import Bubble, Iteration, RankRecord, Span
+from megatron.fill.types import PIPELINE_KINDS, Bubble, Iteration, RankRecord, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def parts_of(record: RankRecord, row: tuple[Op, ...]) -> dict[int, RecordedItera
         spans[span.iteration].append(span)
     bubbles: defaultdict[int, list[Bubble]] = defaultdict(list)
     for bubble in record.bubbles:
-        if bubble.index >= 0 and not bubble.forward_only:
+        if bubble.index >= 0 and bubble.kind in PIPELINE_KINDS and not bubble.forward_only:
             bubbles[bubble.iteration].append(bubble)
     names = ["forward" if op.kind is Pass.FORWARD else "backward" for op in row]
     parts = {}

@@ -1,0 +1,51 @@
+"""Prediction of the waits outside the pipeline: for other ranks in a checkpoint's save, and for the next batch.
+
+They come seldom, or are usually short, and nothing bounds them.  So a wait is expected to last as long as the shortest
+of the last ones at its place (the same wait of the save, or the same batch of the iteration), and the first one there
+is not predicted.  A step begins only if it ends before.
+
+A wait is worth filling only if the rank itself rests in it.  A loader without workers computes the batch in the rank's
+own thread, and a save in the background copies.  A wait in which the rank's process used its cores for more than
+``_MOST_BUSY`` of the time therefore counts as one of no length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from megatron.fill.rank.predictor import Forecast
+from megatron.fill.types import BubbleKind
+
+_LAST = 5  # number of waits at a place that count
+_MOST_PLACES = 1024  # further waits of a save or an iteration are not predicted
+_MOST_BUSY = 0.1
+
+
+class OutsidePredictor:
+    """Predicts one rank's waits outside the pipeline.
+
+    Args:
+        min_bubble_ns: least expected length of a wait that is filled.
+        cpu_ns: returns the time for which the rank's process has used its cores.
+    """
+
+    def __init__(self, min_bubble_ns: int, cpu_ns: Callable[[], int] = time.process_time_ns) -> None:
+        self._min_bubble_ns = min_bubble_ns
+        self._cpu_ns = cpu_ns
+        self._began_cpu_ns = 0
+        self._last: dict[tuple[BubbleKind, int], deque[int]] = {}  # lengths in ns, by kind and place
+
+    def forecast(self, kind: BubbleKind, index: int) -> Forecast:
+        """Return the prediction for the wait that begins now."""
+        self._began_cpu_ns = self._cpu_ns()
+        shortest_ns = min(self._last.get((kind, index), ()), default=0)
+        return Forecast(shortest_ns, fills=shortest_ns >= self._min_bubble_ns)
+
+    def observe(self, kind: BubbleKind, index: int, duration_ns: int) -> None:
+        """Learn from the wait that ends now."""
+        busy_ns = self._cpu_ns() - self._began_cpu_ns
+        if index < _MOST_PLACES:
+            last = self._last.setdefault((kind, index), deque(maxlen=_LAST))
+            last.append(duration_ns if busy_ns <= _MOST_BUSY * duration_ns else 0)

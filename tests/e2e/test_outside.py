@@ -1,0 +1,50 @@
+"""Waits outside the pipeline are filled: for the other rank's slow storage in a save, and for slow batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.slow_storage import SAVE_S
+from tests.e2e.training import REST_MS, SCRIPT, Trained, train, write_jobs
+
+EVERY, ITERATIONS = 2, 24
+SLOW = ("-m", "pipefill_patches", "tests/e2e/slow_storage.py", SCRIPT)
+FLAGS = f"--save {{folder}}/model --save-interval {EVERY} --ckpt-format torch --num-workers 0"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder: Path = tmp_path_factory.mktemp("slow")
+    jobs = write_jobs(folder, {"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin"})
+    return train(folder, f"{FLAGS} {jobs} --fill-max-slowdown 0", ITERATIONS, script=SLOW, rest_ms=REST_MS)
+
+
+def outside(trained: Trained, rank: int) -> dict[str, Any]:
+    return trained.report["ranks"][rank]["outside"]
+
+
+def test_a_save_that_waits_for_the_other_rank_is_filled(trained):
+    save = outside(trained, 0)["save"]
+    assert save["total_s"] > 0.9 * ITERATIONS / EVERY * SAVE_S
+    assert save["harvested_s"] > 0.5 * save["fillable_s"] > 0.5 * SAVE_S
+
+
+def test_the_rank_that_writes_has_little_to_fill(trained):
+    assert outside(trained, 1).get("save", {"total_s": 0.0})["total_s"] < 0.2 * outside(trained, 0)["save"]["total_s"]
+
+
+def test_slow_batches_are_filled(trained):
+    for rank in (0, 1):
+        data = outside(trained, rank)["data"]
+        assert data["harvested_s"] > 0.3 * data["fillable_s"] > 0
+
+
+def test_all_time_has_its_name(trained):
+    assert all(abs(account["named_share"] - 1) < 0.01 for account in trained.report["account"])
+
+
+def test_the_losses_are_those_of_a_training_without_jobs(trained, tmp_path):
+    assert trained.losses == train(tmp_path, FLAGS, ITERATIONS, script=SLOW).losses

@@ -1,0 +1,138 @@
+"""Waits outside the pipeline: predicted by the last ones at their place, and no part of the cycle."""
+
+from __future__ import annotations
+
+from megatron.fill.hooks import BubbleBus
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
+from megatron.fill.pages.ring import Ring, RingReader
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.outside import OutsidePredictor
+from megatron.fill.rank.predictor import BubblePredictor
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.rule import FillRule
+from megatron.fill.rank.stream import StreamListener
+from megatron.fill.types import Bubble, BubbleKind
+from tests.support.fakes import FakeGate
+from tests.unit.rank.test_hooks import Heard, make
+from tests.unit.rank.test_rank import INFO, MS, Drive
+
+
+class Cpu:
+    """The time for which a process has used its cores, in ns."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+def test_the_shortest_of_the_last_waits_at_the_same_place():
+    predictor = OutsidePredictor(MS, Cpu())
+    found = []
+    for duration_ms in (50, 80, 30, 60, 60, 60, 60, 60, 60):
+        found.append(predictor.forecast(BubbleKind.SAVE, 3).shortest_ns // MS)
+        predictor.observe(BubbleKind.SAVE, 3, duration_ms * MS)
+    assert found == [0, 50, 50, 30, 30, 30, 30, 30, 60]
+    assert not predictor.forecast(BubbleKind.SAVE, 4).fills
+    assert not predictor.forecast(BubbleKind.DATA, 3).fills
+    assert predictor.forecast(BubbleKind.SAVE, 3).fills
+
+
+def test_a_wait_in_which_the_rank_works_is_not_filled():
+    cpu = Cpu()
+    predictor = OutsidePredictor(MS, cpu)
+    for busy_ms in (1, 20):
+        predictor.forecast(BubbleKind.DATA, 0)
+        cpu.ns += busy_ms * MS
+        predictor.observe(BubbleKind.DATA, 0, 50 * MS)
+        assert predictor.forecast(BubbleKind.DATA, 0).fills is (busy_ms == 1)
+
+
+def run(saves_ms: tuple[float, ...], batch_ms: float = 0.0, board: CycleBoard | None = None) -> RankListener:
+    """Iterations of one bubble of 20 ms; each has a batch, and after each comes a save with one wait."""
+    listener = RankListener(FakeGate(), Recorder(INFO, 3), BubblePredictor(FillRule(warmup=2)), lambda: 7, board=board)
+    drive = Drive(listener)
+
+    def outside(kind: BubbleKind, duration_ms: float) -> None:
+        listener.bubble_opened(kind, 0, drive.now_ns)
+        drive.now_ns += int(duration_ms * MS)
+        listener.bubble_closed(drive.now_ns)
+
+    for save_ms in saves_ms:
+        drive.number += 1
+        listener.iteration_started(drive.number, drive.now_ns)
+        outside(BubbleKind.DATA, batch_ms)
+        drive.cycle(20)
+        listener.iteration_ended(drive.now_ns)
+        outside(BubbleKind.SAVE, save_ms)
+    return listener
+
+
+def of(listener: RankListener, kind: BubbleKind) -> list[Bubble]:
+    return [bubble for bubble in listener.recorder.bubbles if bubble.kind is kind]
+
+
+def test_waits_are_filled_from_the_second_one_on_while_filling_is_on():
+    saves = of(run((40, 40, 30, 40, 40)), BubbleKind.SAVE)
+    assert [bubble.filling for bubble in saves] == [False, False, True, True, True]
+    assert [bool(bubble.seq) for bubble in saves] == [False, False, True, True, True]
+    assert [bubble.predicted_ns // MS for bubble in saves] == [0, 40, 40, 30, 30]
+
+
+def test_the_cycle_stays_as_without_them():
+    boards = [CycleBoard(), CycleBoard()]
+    plain, with_waits = run((0.0,) * 6, board=boards[0]), run((40.0,) * 6, 10.0, boards[1])
+    assert of(plain, BubbleKind.SAVE) == of(plain, BubbleKind.DATA) == []  # too short to be recorded
+    assert len(of(with_waits, BubbleKind.DATA)) == 6
+    cycles = [CycleBoardReader(board.fd).read() for board in boards]
+    assert cycles[0] is not None
+    assert cycles[1] is not None
+    assert cycles[0].slots == cycles[1].slots
+    inner = [[bubble.predicted_ns for bubble in of(one, BubbleKind.INTERIOR)] for one in (plain, with_waits)]
+    assert inner[0] == inner[1]
+
+
+def test_the_bus_numbers_them_in_each_save_and_iteration():
+    bus, heard = make()
+    nothing = object()
+    assert bus.wait_for_ranks(lambda: nothing) is bus.wait_for_batch(lambda: nothing) is nothing
+    assert heard.bubbles == []
+    for number in (1, 2):
+        bus.begin_iteration(number)
+        for _ in range(2):
+            bus.wait_for_batch(int)
+        bus.wait_for_ranks(int)
+        bus.end_iteration()
+        with bus.saving():
+            for _ in range(2):
+                bus.wait_for_ranks(int)
+    assert heard.bubbles == 2 * [("data", 0), ("data", 1), ("save", 0), ("save", 1)]
+
+
+def test_a_wait_that_fails_ends_its_bubble():
+    bus, heard = BubbleBus(), Heard()
+    bus.listener = heard
+    bus.begin_iteration(1)
+    try:
+        bus.wait_for_batch(lambda: next(iter(())))
+    except StopIteration:
+        assert [event[0] for event in heard.events[-2:]] == ["bubble_opened", "bubble_closed"]
+    else:
+        raise AssertionError
+
+
+def test_on_a_gpu_they_are_left_out():
+    class Marks:
+        def mark(self) -> None:
+            """The device is never there."""
+
+    ring = Ring()
+    reader = RingReader(ring.fd)
+    listener = StreamListener(ring, Marks())
+    for kind in (BubbleKind.DATA, BubbleKind.SAVE, BubbleKind.DRAIN):
+        listener.bubble_opened(kind, 0, 0)
+        listener.bubble_closed(1)
+    entries = [entry for _ in range(9) for entry in reader.take()]
+    assert [entry.text for entry in entries if entry.text] == ["drain"]
+    assert len(entries) == 2
