@@ -7,7 +7,6 @@ The parts are
 - ``simulated``: graph against sequential pipelines, with backward passes of two forward passes, without communication;
 - ``speedup``: the same for the built-in models with communication, on V100s, over devices and batches;
 - ``search``: how long a search takes for 32 devices;
-- ``gradients``: small graphs of modules over three to five processes, against one process (graph_runs.py);
 - ``filling``: plans that are trained with jobs in their bubbles, and without (graph_filling.py).
 """
 
@@ -24,8 +23,6 @@ from megatron.fill.wings.graph.search import micro_batches, plan_graph
 from megatron.fill.wings.graph.zoo import MODELS, candle, mmt
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 from scripts.benchmarks.graph_filling import BLOCKS, fill
-from scripts.benchmarks.graph_runs import launch
-from scripts.benchmarks.graph_topologies import TOPOLOGIES
 from scripts.benchmarks.harness import Results, arguments, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
@@ -101,13 +98,6 @@ def search(results: Results) -> None:
         results.add("search", {name: seconds}, "search_s")
 
 
-def gradients(results: Results) -> None:
-    for found in launch(list(TOPOLOGIES)):
-        name = found["topology"]
-        print(f"gradients: {name}, {found['ranks']} ranks: {found.get('gradient_error', 'hangs')}")
-        results.add("gradients", {name: found.get("gradient_error")}, "gradient_error")
-
-
 def filling(results: Results) -> None:
     """On as many cores as stages, and with twice as many stages as cores."""
     details = {}
@@ -117,7 +107,7 @@ def filling(results: Results) -> None:
         results.add("filling", figures, *where, **details)
 
 
-_ALL = simulated, speedup, search, gradients, filling
+_ALL = simulated, speedup, search, filling
 PARTS = {its.__name__: its for its in _ALL}
 
 

@@ -33,10 +33,10 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.fill.linux.files import write_text  # noqa: E402
 from scripts.benchmarks import recipes  # noqa: E402
-from scripts.benchmarks.check_parallelism import earlier  # noqa: E402
 from scripts.benchmarks.recipe_sizes import Shrunk, shrink  # noqa: E402
 from scripts.benchmarks.recipe_trials import Outcome, Trial  # noqa: E402
 from tests.e2e.training import warm_ranks  # noqa: E402
+from tests.parallelism.check import earlier  # noqa: E402
 
 COMMAND = "python scripts/benchmarks/check_recipes.py --megatron PATH --json docs/benchmarks/megatron-recipes.json"
 

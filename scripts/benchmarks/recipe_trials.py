@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megatron.fill.store import Job
 from scripts.benchmarks import recipe_words
-from scripts.benchmarks.check_parallelism import spins
 from scripts.benchmarks.recipe_sizes import ENDLESS, VOCABULARY, Shrunk
 from tests.e2e.training import OURS, PATCHED, UPSTREAM, Running, Trained, losses, start
+from tests.parallelism.check import spins
 
 FIRST, SECOND = 6, 12  # iterations to a checkpoint that is resumed, and to the end, at least
 REST_MS = 50.0  # that ranks with jobs sleep after each iteration, so that these start sooner

@@ -1,6 +1,6 @@
 """Trainings that are more than a pipeline: filled, and losses of all iterations as upstream's, to the bit.
 
-``scripts/benchmarks/check_parallelism.py`` has more of them, one for each feature.
+``tests/parallelism/check.py`` has more of them, one for each feature.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.check_parallelism import Checked, check
-from scripts.benchmarks.parallelism_rows import (
+from tests.e2e.training import REST_MS
+from tests.parallelism.check import Checked, check
+from tests.parallelism.rows import (
     CHUNKS,
     INTERLEAVED,
     MOE,
@@ -24,7 +25,6 @@ from scripts.benchmarks.parallelism_rows import (
     Row,
     Stages,
 )
-from tests.e2e.training import REST_MS
 
 ROWS = {
     "tensor-sequence": Row(

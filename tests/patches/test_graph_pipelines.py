@@ -11,8 +11,8 @@ import pytest
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from pipefill_patches.multimodule import FanIn, stages_after
-from scripts.benchmarks.graph_topologies import MICROBATCHES, TOPOLOGIES
 from tests.patches.fresh import python
+from tests.patches.graph_topologies import MICROBATCHES, TOPOLOGIES
 
 pytest.importorskip("megatron.core.pipeline_parallel.multimodule_communicator")
 
@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core.pipeline_parallel.multimodule_communicator")
 @cache
 def trained(*arguments: str) -> dict[str, dict[str, Any]]:
     """By topology; all of them in one go, since starting takes longest."""
-    done = python("-m", "scripts.benchmarks.graph_runs", *arguments, PIPEFILL_CPU_BACKEND="1")
+    done = python("-m", "tests.patches.graph_runs", *arguments, PIPEFILL_CPU_BACKEND="1")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["topology"]: line for line in lines}

@@ -1,6 +1,6 @@
-"""The trainings of ``check_parallelism.py``, each with what must be seen of its ranks for its flags to have had effect.
+"""The trainings of ``check.py``, each with what must be seen of its ranks for its flags to have had effect.
 
-An expectation is a path into the facts that ``parallelism_probe.py`` writes, and the value there on every rank; see
+An expectation is a path into the facts that ``probe.py`` writes, and the value there on every rank; see
 ``Stages``, ``AtLeast``, ``Has``, ``Lacks`` and ``Starts`` for others.
 """
 

@@ -1,6 +1,6 @@
 """Runs a training script and writes what the rank really trains, so that a flag without effect is seen.
 
-    python scripts/benchmarks/parallelism_probe.py FOLDER SCRIPT ARGUMENTS...
+    python tests/parallelism/probe.py FOLDER SCRIPT ARGUMENTS...
 
 ``FOLDER/facts-RANK.json`` is written when the script ends: sizes of the process groups, the model's chunks and layers,
 configurations as Megatron uses them, what its optimizer is, how often some of its functions were called, and the passes

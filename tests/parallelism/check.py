@@ -4,10 +4,10 @@ Each row is a tiny GPT on the CPU with flags of Megatron's own.  It is trained w
 them has stepped, and then as long with none of PipeFill but its CPU backend.  Said of a row is whether the losses of
 all iterations are equal to the bit, how much of the time was bubbles, how many steps the jobs did, and whether the
 report knows the stage of each rank and sees the same bubbles on all ranks of a stage.  A row must also show that its
-flags had effect: ``parallelism_rows.py`` has what each rank of it must be seen to train.  Where Megatron itself does
+flags had effect: ``rows.py`` has what each rank of it must be seen to train.  Where Megatron itself does
 not train on a CPU, its error is shown.
 
-    python scripts/benchmarks/check_parallelism.py --json docs/benchmarks/parallelism.json
+    python -m tests.parallelism.check --json docs/benchmarks/parallelism.json
 
 Rows that are in the file already and are not checked now stay in it.  Exits with 1 where a row fails.
 """
@@ -26,11 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from scripts.benchmarks.parallelism_rows import ROWS, TENSOR, Row, at, unmet  # noqa: E402
-from tests.e2e.training import (  # noqa: E402
+from tests.e2e.training import (
     ENDLESS,
     MODEL,
     SCRIPT,
@@ -43,10 +39,11 @@ from tests.e2e.training import (  # noqa: E402
     warm_ranks,
     write_jobs,
 )
+from tests.parallelism.rows import ROWS, TENSOR, Row, at, unmet
 
 FLAGS = "--num-layers 2 --hidden-size 32 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
 ITERATIONS = 10  # at least
-PROBE = "scripts/benchmarks/parallelism_probe.py"
+PROBE = "tests/parallelism/probe.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +262,7 @@ def write(path: Path, rows: dict[str, Any]) -> None:
         "refused_by_megatron": len(rows) - len(trained),
         "shown_to_have_effect": sum("unmet" in row and not row["unmet"] for row in trained),
     }
-    result = {"command": "python scripts/benchmarks/check_parallelism.py", "summary": summary, "rows": rows}
+    result = {"command": "python -m tests.parallelism.check", "summary": summary, "rows": rows}
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

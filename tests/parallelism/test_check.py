@@ -1,4 +1,4 @@
-"""``scripts/benchmarks/check_parallelism.py``: its table, and wrong calls of it."""
+"""``python -m tests.parallelism.check``: its table, and wrong calls of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.check_parallelism import Checked, earlier, line, model, seen, stages, write
-from scripts.benchmarks.parallelism_probe import COUNTED
-from scripts.benchmarks.parallelism_rows import ROWS, AtLeast, Has, Row, Stages, at, unmet
+from tests.parallelism.check import Checked, earlier, line, model, seen, stages, write
+from tests.parallelism.probe import COUNTED
+from tests.parallelism.rows import ROWS, AtLeast, Has, Row, Stages, at, unmet
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "benchmarks" / "check_parallelism.py"
+HERE = Path(__file__).parent
 # Written by the ranks of step-batch-size-schedule: nothing of it but the batch is as in another row.
 PLAIN = json.loads(Path(__file__).with_name("plain_training.json").read_text(encoding="utf-8"))
 RIGHT: dict[str, Any] = {"identical": True, "stages_right": True, "peers_alike": True, "unmet": ()}
@@ -93,12 +93,13 @@ def test_the_file_keeps_rows(tmp_path):
         (["--rows", "none"], "argument --rows: invalid choice: 'none'"),
         (["--rows"], "argument --rows: expected at least one argument"),
         (["--json", "/proc/none.json"], "--json /proc/none.json: "),
-        (["--json", str(SCRIPT)], "is not of this script; expected a file that it wrote, or a new one"),
-        (["--keep", str(SCRIPT.parent)], "File exists; expected a new folder that can be made"),
+        (["--json", __file__], "is not of this script; expected a file that it wrote, or a new one"),
+        (["--keep", str(HERE)], "File exists; expected a new folder that can be made"),
     ],
 )
 def test_wrong_calls(arguments, said):
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.parallelism.check", *arguments]
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,6 @@
 """Small graphs of modules trained over several processes, and in one: the gradients' difference.
 
-    python scripts/benchmarks/graph_runs.py [TOPOLOGY...] [--upstream] [--timeout SECONDS]
+    python -m tests.patches.graph_runs [TOPOLOGY...] [--upstream] [--timeout SECONDS]
 
 starts a process for each rank, and prints a line per topology:
 
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.fill.hooks import bus
 from megatron.fill.linux.ports import free_port
-from scripts.benchmarks.graph_topologies import (
+from tests.patches.graph_topologies import (
     BATCH,
     LENGTH,
     MICROBATCHES,
