@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,11 +38,14 @@ EXPERTS = ModelSpec(
     attention_dropout=False,
 )
 SHARED = replace(EXPERTS, layers=4, shared_width=2048)
+VIRTUAL: dict[str, Any] = {"chunks": 2, "schedule": "interleaved", "global_batch": 2}
 CASES = [
     ((GPT, Parallel(pp=2, tp=2, dp=2, global_batch=6, sequence_parallel=True, distributed_optimizer=True)), 0),
     ((GPT, Parallel(pp=2, global_batch=3, recompute=Recompute.SELECTIVE)), 1),
     ((EXPERTS, Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
     ((replace(EXPERTS, shared_width=512), Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
+    ((replace(GPT, layers=4), Parallel(pp=2, global_batch=2, stage_layers=(3, 1))), 1),
+    ((replace(GPT, layers=7), Parallel(pp=2, **VIRTUAL, stage_layers=(0, 4, 2, 1))), 0),
     ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
 ]
 

@@ -36,6 +36,7 @@ from scripts.benchmarks.configuring import event_times, random_iteration, random
 
 A100 = GPUS["a100-80gb"]
 SMALL = ModelSpec(layers=12, hidden=512, heads=8, sequence=256, vocabulary=1024)
+BY_HAND = "--pipeline-model-parallel-layout"
 SHARED = "--moe-shared-expert-intermediate-size"
 FLAGS = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 1024 "
@@ -214,6 +215,11 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
         (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),
         (FLAGS + " --num-layer 3", "--num-layer is no flag of Megatron; expected --num-layers"),
+        (f"{FLAGS} {BY_HAND} Et|tmL", "multi-token prediction is not weighed; expected no m"),
+        (f"{FLAGS} {BY_HAND} t|EtL", "expected E first, L last"),
+        (f"{FLAGS} {BY_HAND} E((t*999)*999)*999L", "expected E first, L last"),
+        (f"{FLAGS} {BY_HAND} Et|tL", "has 2 stages: expected --pipeline-model-parallel-size with it"),
+        (f"{FLAGS} {BY_HAND} Et|tL --pipeline-model-parallel-size 2", "has 2 layers: expected --num-layers, "),
         (FLAGS + " --num-experts 2 --moe-shared-expert-intermediate-size 64", "without --disable-bias-linear"),
         (FLAGS + " --disable-bias-linear --moe-shared-expert-intermediate-size 64", "64 without experts; expected 0"),
         (FLAGS + " --recompute-method block", "'block': expected uniform"),
@@ -226,7 +232,6 @@ def test_when_nothing_fits_it_says_what_excludes_all():
                 "--fp4-format e2m1",
                 "--optimizer-cpu-offload",
                 "--recompute-modules mlp",
-                "--pipeline-model-parallel-layout Et|tL",
             )
         ),
     ],
@@ -262,6 +267,29 @@ def test_shared_experts_are_computed_and_held_beside_those_that_are_chosen():
     assert model.matrix_flops(1) - without.matrix_flops(1) == 2 * model.sequence * 3 * model.hidden * 1024
     its = Parallel(pp=1, global_batch=1)
     assert memory(model, its)[0].total_bytes > memory(without, its)[0].total_bytes
+
+
+def test_a_layout_in_letters_decides_the_layers_of_every_stage():
+    count = read_flags(FLAGS.split()).model.layers
+    text = f"E|t,t|(t|)*{count - 4}t*2|L"
+    given = [*FLAGS.split(), BY_HAND, text, "--pipeline-model-parallel-size", "2"]
+    counts = (0, 2, *[1] * (count - 4), 2, 0)
+    training = read_flags(given)
+    assert (training.fixed["stage_layers"], training.fixed["chunks"]) == (counts, len(counts) // 2)
+    best = search(training, cluster(), links(cluster()), 1).proposals[0].parallel
+    assert (best.stage_layers, best.layers(training.model)) == (counts, counts)
+    there = read_flags([*training.others, *layout_flags(best)])
+    assert there.fixed["stage_layers"] == counts
+    with pytest.raises(ConfigError, match="another flag that divides the layers"):
+        read_flags([*given, "--num-virtual-stages-per-pipeline-rank", "2"])
+
+
+def test_stages_by_hand_are_those_of_the_model_and_the_layout():
+    model = ModelSpec(layers=4, hidden=64, heads=4, sequence=64, vocabulary=128)
+    with pytest.raises(ValueError, match="expected 2 numbers, as pp"):
+        Parallel(pp=2, global_batch=1, stage_layers=(3, 2)).layers(model)
+    with pytest.raises(ValueError, match="expected no other field that divides the layers"):
+        Parallel(pp=2, global_batch=1, stage_layers=(3, 1), first_layers=3).layers(model)
 
 
 def test_a_tokenizer_of_berts_says_that_the_model_has_its_heads():

@@ -52,7 +52,7 @@ def features(model: ModelSpec, its: Parallel, stage: int) -> dict[str, float]:
         **{"selective": its.recompute is Recompute.SELECTIVE, "full": its.recompute is Recompute.FULL},
         **{"fp16": its.precision is Precision.FP16, "fp32": its.precision is Precision.FP32},
         **{"first": stage == 0, "last": stage == its.pp - 1},
-        "uneven": its.first_layers is not None or its.last_layers is not None,
+        "uneven": any(one is not None for one in (its.first_layers, its.last_layers, its.stage_layers)),
     }
     held = memory(model, its)[stage]
     parts = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,9 @@ _SWITCHES = {
 _RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has its own
 _UNTIMED = ("--expert-tensor-parallel-size",)  # weighed in memory, not in time
 _RANK_ORDER = "--use-tp-pp-dp-mapping"
+_LAYOUT_TEXT = "--pipeline-model-parallel-layout"
+_REPEATED = re.compile(r"(?:\(([^()]+)\)|([^()*]))\*([0-9]{1,3})(?![0-9])")
+_LONGEST = 10_000  # letters of a layout
 _DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
 # Tokenizers whose vocabulary is known without their files.
 _VOCABULARIES = {
@@ -108,6 +112,9 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
             if flag in _UNTIMED:
                 ignored.append(flag)
             continue
+        elif flag == _LAYOUT_TEXT:
+            fixed["stage_layers"] = _stage_layers(" ".join(value or ()))
+            continue
         elif flag in _SWITCHES:
             fixed[_SWITCHES[flag]] = True
             continue
@@ -152,6 +159,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
                 "it, and both to divide --num-layers"
             )
         fixed["chunks"] = fields["layers"] // (stages * per_chunk)
+    if "stage_layers" in fixed:
+        _check_layout(fixed, fields["layers"])
     try:
         model = ModelSpec(
             **fields,
@@ -165,6 +174,42 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     return Training(
         model, values["--global-batch-size"], precision, fixed, tuple(others), divisor, tuple(dict.fromkeys(ignored))
     )
+
+
+def _stage_layers(text: str) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage, in order, as a layout in letters has them.
+
+    ``|`` ends a stage, ``t`` is a layer, ``E`` the embedding and ``L`` the loss; ``x*n`` and ``(...)*n`` repeat, commas
+    are for the eye (Megatron-core 0.19, ``transformer/pipeline_parallel_layer_layout.py``).
+    """
+    letters = text.replace(",", "")
+    while len(letters) <= _LONGEST and _REPEATED.search(letters):
+        letters = _REPEATED.sub(lambda its: (its[1] or its[2]) * int(its[3]), letters)
+    if "m" in letters:
+        raise ConfigError(f"{_LAYOUT_TEXT} is {text[:60]!r}: multi-token prediction is not weighed; expected no m")
+    right = re.fullmatch("E[t|]*L", letters) is not None
+    if not right or len(letters) > _LONGEST:
+        raise ConfigError(
+            f"{_LAYOUT_TEXT} is {text[:60]!r}: expected E first, L last, t for each layer and | between stages, as in "
+            "Ett|(tt|)*2ttL"
+        )
+    return tuple(stage.count("t") for stage in letters.split("|"))
+
+
+def _check_layout(fixed: dict[str, Any], layers: int) -> None:
+    """Check a layout in letters against the other flags, and add the virtual stages per rank that it has."""
+    counts, stages = fixed["stage_layers"], fixed.get("pp")
+    if stages is None or len(counts) % stages:
+        raise ConfigError(
+            f"{_LAYOUT_TEXT} has {len(counts)} stages: expected --pipeline-model-parallel-size with it, and a multiple "
+            "of that"
+        )
+    if sum(counts) != layers:
+        raise ConfigError(f"{_LAYOUT_TEXT} has {sum(counts)} layers: expected --num-layers, {layers}")
+    others = {"chunks", "embedding_is_layer", "loss_is_layer", "first_layers", "last_layers"} & fixed.keys()
+    if others:
+        raise ConfigError(f"{_LAYOUT_TEXT} with another flag that divides the layers: expected one of them")
+    fixed["chunks"] = len(counts) // stages
 
 
 def _fill_vocabulary(values: dict[str, int], given: Mapping[str, str]) -> None:
@@ -190,7 +235,9 @@ def layout_flags(parallel: Parallel) -> list[str]:
         flags += ["--microbatch-group-size-per-virtual-pipeline-stage", str(parallel.group_size)]
     if parallel.ep > 1:
         flags += ["--expert-model-parallel-size", str(parallel.ep)]
-    if parallel.chunks > 1:
+    if parallel.stage_layers is not None:
+        flags += [_LAYOUT_TEXT, f"E{'|'.join('t' * count for count in parallel.stage_layers)}L"]
+    elif parallel.chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(parallel.chunks)]
     for flag, name in _ENDS.items():
         if (count := getattr(parallel, name)) is not None:

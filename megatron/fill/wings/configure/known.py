@@ -13,7 +13,6 @@ from megatron.fill.errors import ConfigError
 _REFUSED = {
     "--moe-layer-freq": "layers without experts between those with them",
     "--moe-latent-size": "experts of another width than the hidden size",
-    "--pipeline-model-parallel-layout": "a layout given by hand",
     "--decoder-first-pipeline-num-layers": "layers given by hand",
     "--decoder-last-pipeline-num-layers": "layers given by hand",
     "--use-tp-pp-dp-mapping": "another order of ranks",

@@ -69,7 +69,7 @@ def iteration(
     fixed_s = fixed_step_s(its, passes)
     for stage, routes in enumerate(layout.stages):
         inner = 0 < stage < its.pp - 1
-        alike = (layers[stage], id(routes)) if inner else stage
+        alike = (sum(layers[stage :: its.pp]), id(routes)) if inner else stage
         if alike not in steps:
             steps[alike] = _reduce_and_step_s(model, parameter_s, its, stage, routes)
         reduce_s, step_s = steps[alike]

@@ -229,6 +229,8 @@ def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
         )
     if "recompute" in fixed:
         raise ConfigError(f"{folder}: the run recomputes activations; expected one that does not")
+    if "stage_layers" in fixed:
+        raise ConfigError(f"{folder}: the run has a layout by hand; expected layers that Megatron divides")
     name = "interleaved" if chunks > 1 else "1f1b"
     try:
         its = Parallel(

@@ -31,7 +31,7 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str) -> Val
     fixed: dict[str, Any] = dict.fromkeys(_ONE, 1) | {"recompute": Recompute.NONE} | dict(training.fixed)
     stages = fixed["pp"] * fixed["chunks"]
     counted = training.model.layers + sum(name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
-    if counted % stages:
+    if counted % stages and "stage_layers" not in fixed:
         raise ConfigError(
             f"--num-layers is {training.model.layers}: expected a multiple of the {stages} stages, virtual ones "
             "included, among which Megatron divides the layers"

@@ -45,7 +45,8 @@ def least_bytes(model: ModelSpec, its: Parallel) -> int:
     with virtual stages, where each of them counts as the smallest of the rank.
     """
     parts, layers = micro_batch(model, its), its.layers(model)
-    stages = (0,) if its.pp == 1 else (0, 1, its.pp - 1)  # memory falls from the second stage on
+    few = (0,) if its.pp == 1 else (0, 1, its.pp - 1)  # memory falls from the second stage on, if stages are alike
+    stages = few if its.stage_layers is None else range(its.pp)
     peaks = ((stage, _held(its, passes(parts, its, layers, stage), stage)) for stage in stages)
     return max(held_memory(model, its, parts, stage, peak).total_bytes for stage, peak in peaks)
 

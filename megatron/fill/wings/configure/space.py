@@ -51,7 +51,7 @@ def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter
             excluded[reason] += 1
             continue
         for pp in _choices("pp", divisors(gpus // (tp * cp)), fixed):
-            if gpus % (tp * cp * pp) or pp > model.layers:
+            if gpus % (tp * cp * pp) or (pp > model.layers and "stage_layers" not in fixed):
                 excluded["--pipeline-model-parallel-size divides the GPUs and is at most --num-layers"] += 1
                 continue
             dp = gpus // (tp * cp * pp)
@@ -65,7 +65,8 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
     model, fixed = training.model, training.fixed
     embedding, loss = (name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
     layers = model.layers + embedding + loss
-    ends = {} if embedding or loss else _uneven(layers, pp)
+    given = fixed.get("stage_layers")
+    ends = {} if embedding or loss or given else _uneven(layers, pp)
     experts = [its for its in divisors(dp * cp) if model.experts % its == 0] if model.experts else [1]
     for microbatch, ep in product(
         _choices("microbatch", divisors(training.global_batch // dp), fixed), _choices("ep", experts, fixed)
@@ -76,7 +77,7 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
         microbatches = training.global_batch // dp // microbatch
         chunks = [1, *(its for its in divisors(layers // pp) if its > 1)] if not ends else [1]
         for chunk in _choices("chunks", chunks, fixed):
-            if chunk > 1 and (pp == 1 or ends or layers % (pp * chunk)):
+            if chunk > 1 and (pp == 1 or ends or (not given and layers % (pp * chunk))):
                 excluded["virtual stages: several stages, and layers that divide among them"] += 1
                 continue
             if chunk > 1 and not _grouped(microbatches, fixed.get("group_size", pp), pp):
@@ -107,6 +108,7 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
                     group_size=fixed.get("group_size") if chunk > 1 else None,
                     embedding_is_layer=embedding,
                     loss_is_layer=loss,
+                    stage_layers=given,
                     first_layers=ends.get("first_layers"),
                     last_layers=ends.get("last_layers"),
                 )

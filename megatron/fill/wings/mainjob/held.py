@@ -125,7 +125,7 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -
     several = its.microbatches > 1
     found: list[Pass] = []
     for virtual in range(rank, last + 1, its.pp):
-        if len(found) > 1 and virtual != last:  # the virtual stages of a rank have equal numbers of layers
+        if len(found) > 1 and virtual != last and layers[virtual] == layers[rank + its.pp]:
             found.append(found[1])
         else:
             found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))

@@ -62,6 +62,8 @@ class Parallel:
         last_layers: number of layers of the last rank; None for that of the other ranks.
         embedding_is_layer: True if the embedding counts as a layer of the first virtual stage.
         loss_is_layer: True if the loss counts as a layer of the last virtual stage.
+        stage_layers: number of layers of each virtual stage (``chunk * pp + rank``), which may be 0; None to divide
+            them evenly but for the fields above.
     """
 
     tp: int = 1
@@ -83,6 +85,7 @@ class Parallel:
     last_layers: int | None = None
     embedding_is_layer: bool = False
     loss_is_layer: bool = False
+    stage_layers: tuple[int, ...] | None = None
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
@@ -169,8 +172,10 @@ class Parallel:
         """Return the number of layers of each virtual stage (``chunk * pp + rank``).
 
         Raises:
-            ValueError: the layers cannot be divided evenly.
+            ValueError: the layers cannot be divided evenly, or ``stage_layers`` are those of another layout or model.
         """
+        if self.stage_layers is not None:
+            return self._given_layers(model)
         first, last = self.first_layers, self.last_layers
         if first is None and last is None:
             stages, counted = self.pp * self.chunks, model.layers + self.embedding_is_layer + self.loss_is_layer
@@ -200,3 +205,14 @@ class Parallel:
         head, tail = [first] if first else [], [last] if last else []
         ranks = head + [rest // between if between else 0] * between + tail
         return tuple(count // self.chunks for count in ranks) * self.chunks
+
+    def _given_layers(self, model: ModelSpec) -> tuple[int, ...]:
+        given = self.stage_layers or ()
+        if self.first_layers or self.last_layers or self.embedding_is_layer or self.loss_is_layer:
+            raise ValueError(f"stage_layers is {given}; expected no other field that divides the layers")
+        if len(given) != self.pp * self.chunks or min(given) < 0 or sum(given) != model.layers:
+            raise ValueError(
+                f"stage_layers is {given}; expected {self.pp * self.chunks} numbers, as pp * chunks is, that add up to "
+                f"{model.layers} layers"
+            )
+        return given
