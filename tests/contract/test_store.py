@@ -761,3 +761,48 @@ class TestProfiles:
         store.keep_profile("key", profile)
         profile["nodes"].append(2)
         assert store.profile("key") == {"nodes": [1]}
+
+
+class TestForget:
+    DONE = Status(JobState.SUCCEEDED, Cause.FINISHED)
+
+    def ended(self, store: JobStore, name: str, after: tuple[str, ...] = ()) -> Job:
+        [job] = store.submit([new(name, work=replace(WORK, after=after))])
+        assert store.finish(claimed(store, job), self.DONE, Progress(), {})
+        return store.get(job.id)
+
+    def test_of_the_finished_jobs_only_the_old_ones_go(self, store, backend):
+        old = self.ended(store, "old")
+        waits, runs = submitted(store, "waits", "runs")
+        claimed(store, runs, lease_s=1e6)
+        backend.clock.now += 100
+        young, newest = self.ended(store, "young"), self.ended(store, "newest")
+        before_s = backend.clock.now - 50
+        every = [job.id for job in store.list()]
+        assert store.forget([young.id, waits.id, runs.id, newest.id], before_s) == []
+        assert store.forget([*every, 99, -1], before_s) == [old.id]
+        assert [job.name for job in store.list()] == ["waits", "runs", "young", "newest"]
+        assert store.forget(every, before_s) == []
+
+    def test_a_job_stays_that_another_is_after(self, store, backend):
+        first, second, third = (self.ended(store, *one) for one in (("a",), ("b", ("a",)), ("c", ("b",))))
+        self.ended(store, "a")  # the latest of that name is the one that counts
+        [waits] = store.submit([new("waits", work=replace(WORK, after=("b",)))])
+        every = [job.id for job in store.list()]
+        assert store.forget(every, backend.clock.now + 1) == [first.id, third.id]
+        claim = claimed(store, waits)
+        assert store.finish(claim, self.DONE, Progress(), {})
+        submitted(store, "newest")
+        assert store.forget(every, backend.clock.now + 1) == [second.id, second.id + 2, waits.id]
+
+    def test_a_number_is_not_given_twice(self, store, backend):
+        jobs = [self.ended(store, name) for name in "ab"]
+        assert store.forget([job.id for job in jobs], backend.clock.now + 1) == [jobs[0].id]
+        [another] = submitted(store, "c")
+        assert another.id > jobs[1].id
+
+    def test_a_job_that_was_put_back_stays(self, store, backend):
+        [job, _] = submitted(store, "a", "newest")
+        store.cancel(job.id)
+        backend.open().retry(job.id)
+        assert store.forget([job.id], backend.clock.now + 1) == []

@@ -62,7 +62,7 @@ class _Tables:
         """Do nothing: there is only one transaction at a time."""
 
     def add(self, jobs: Sequence[NewJob]) -> list[Job]:
-        added = [self._new(job_id, job) for job_id, job in enumerate(jobs, len(self._jobs) + 1)]
+        added = [self._new(job_id, job) for job_id, job in enumerate(jobs, max(self._jobs, default=0) + 1)]
         for job in added:
             self.put(job)
         return added
@@ -90,6 +90,15 @@ class _Tables:
 
     def put(self, job: Job) -> None:
         self._jobs[job.id] = job
+
+    def drop(self, ids: Sequence[int], before_s: float) -> list[int]:
+        dropped = []
+        for job_id in ids:
+            job = self._jobs[job_id]
+            if job.finished_s is not None and job.finished_s < before_s:
+                del self._jobs[job_id]
+                dropped.append(job_id)
+        return dropped
 
     def job(self, job_id: int) -> Job | None:
         return self._jobs.get(job_id)

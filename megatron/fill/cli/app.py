@@ -20,6 +20,7 @@ from megatron.fill import wings
 from megatron.fill.cli import (
     control,
     doctor,
+    gc,
     jobs,
     logs,
     plan,
@@ -67,6 +68,7 @@ app.command("kill")(control.kill)
 app.command("top")(top.top)
 app.command("report")(report.report)
 app.command("usage")(usage.usage)
+app.command("gc")(gc.gc)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("schedule")(schedule.schedule)

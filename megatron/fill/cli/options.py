@@ -58,6 +58,21 @@ def checked_device(name: str | None) -> str:
     return where
 
 
+def seconds(option: str, text: str) -> float:
+    """Return the duration in s that an option gives.
+
+    Raises:
+        ConfigError: it is not a duration.
+    """
+    from megatron.fill.given.problems import shown
+    from megatron.fill.given.quantities import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is {shown(text)}: {error}") from None
+
+
 def check_writable(option: str, path: Path) -> None:
     """Check, before the work begins, that its result can be written; creates the folder.
 

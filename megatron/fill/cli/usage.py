@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.cli.options import Json, Store, opened, seconds
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def usage(
     """
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other; expected one of them")
-    span_s = None if since is None else _span_s(since)
+    span_s = None if since is None else seconds("--since", since)
     with opened(store) as opened_store:
         first_s = None if span_s is None else opened_store.now_s() - span_s
         jobs = [job for job in opened_store.list() if _within(job, first_s)]
@@ -86,16 +86,6 @@ def usage(
         writer.writerows([name, *asdict(one).values()] for name, one in found.items())
     else:
         _print(by, {**found, "all": total}, price is not None)
-
-
-def _span_s(text: str) -> float:
-    from megatron.fill.given.problems import shown
-    from megatron.fill.given.quantities import parse_duration
-
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise ConfigError(f"--since is {shown(text)}: {error}") from None
 
 
 def _within(job: Job, first_s: float | None) -> bool:

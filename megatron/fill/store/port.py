@@ -272,6 +272,12 @@ class JobStore(Protocol):
             JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.
         """
 
+    def forget(self, job_ids: Collection[int], before_s: float) -> Sequence[int]:
+        """Delete those of these jobs that finished before ``before_s`` and are not needed; return their numbers.
+
+        A job is needed if a job that stays is ``after`` it, and if it is the store's newest (``aging.forgettable``).
+        """
+
     def report_device(self, device: DeviceEntry, lease_s: float) -> None:
         """Record that a device serves jobs; it is dropped unless reported again within ``lease_s``."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store import adding, checks, lookup
+from megatron.fill.store import adding, aging, checks, lookup
 from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, Standing
 from megatron.fill.store.transaction import Transaction
 
@@ -193,6 +193,16 @@ class JobQueue(ABC):
                 job = replace(job, status=Status(JobState.QUEUED), finished_s=None, progress=progress)
             transaction.put(job)
             return job
+
+        return self._run(work)
+
+    def forget(self, job_ids: Collection[int], before_s: float) -> Sequence[int]:
+        wanted = set(job_ids)
+
+        def work(transaction: Transaction) -> Sequence[int]:
+            transaction.lock_names()  # no job that is after one of these may come meanwhile
+            going = aging.forgettable(transaction.jobs((), None), before_s, wanted)
+            return transaction.drop([job.id for job in going], before_s)
 
         return self._run(work)
 

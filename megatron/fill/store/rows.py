@@ -98,6 +98,15 @@ class SqlTransaction:
             )
         )
 
+    def drop(self, ids: Sequence[int], before_s: float) -> list[int]:
+        dropped: list[int] = []
+        for batch in batched(ids, _NAMES_AT_A_TIME):
+            # Asked of the row itself: the job may have been put back into the queue since it was read.
+            old = jobs.c.state.not_in(_UNFINISHED) & (jobs.c.finished_s < before_s)
+            rows = self._connection.scalars(delete(jobs).where(jobs.c.id.in_(batch), old).returning(jobs.c.id))
+            dropped += rows
+        return sorted(dropped)
+
     def job(self, job_id: int) -> Job | None:
         return self._first(select(jobs).where(jobs.c.id == job_id))
 

@@ -25,6 +25,9 @@ class Transaction(Protocol):
     def put(self, job: Job) -> None:
         """Write the fields of a job that can change."""
 
+    def drop(self, ids: Sequence[int], before_s: float) -> list[int]:
+        """Delete those of these jobs that are finished, and were before ``before_s``; return their numbers."""
+
     def job(self, job_id: int) -> Job | None:
         """The job with that number; None if there is none."""
 

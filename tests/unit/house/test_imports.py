@@ -270,6 +270,7 @@ OTHER_READS = {
     "wings/configure/commands/configure.py": {"Correction.load"},  # the user's own
     "wings/configure/commands/network.py": {"Network.load"},  # the user's own
     "cli/options.py": {"path.open"},  # to write
+    "cli/leftovers.py": {"os.open"},  # to lock
     "wings/sim/commands.py": {"load"},
     "app/freeing.py": {"_BOOT.read_text"},  # the kernel's
     "pages/control.py": {"os.open"},

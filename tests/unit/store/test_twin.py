@@ -35,6 +35,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("finish"), CLAIMS, st.builds(Status, STATES, CAUSES), PROGRESS, st.just({"r": 1})),
     st.tuples(st.just("release"), CLAIMS, st.builds(Status, st.just(JobState.QUEUED), CAUSES), PROGRESS, st.just({})),
     st.tuples(st.sampled_from(["get", "cancel", "retry"]), IDS),
+    st.tuples(st.just("forget"), st.lists(IDS, max_size=7), st.sampled_from([0, 1e9])),
     st.tuples(st.just("find"), NAMES),
     st.tuples(st.just("list"), st.lists(STATES, max_size=2), st.none() | st.integers(0, 3)),
     st.tuples(st.just("recover")),

@@ -1,0 +1,108 @@
+"""``pipefill gc``: removes what old trainings have left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron.fill.cli.options import Json, seconds, warn_of_password
+from megatron.fill.display import one_line
+
+if TYPE_CHECKING:
+    from megatron.fill.cli.leftovers import Left, Leftovers
+
+
+def gc(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as the trainings printed them.")],
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="AGE", help="How long nothing of it was used, such as 30d.")
+    ],
+    store: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            "-s",
+            envvar="PIPEFILL_STORE",
+            metavar="URL|FILE|FOLDER",
+            callback=warn_of_password,
+            help="A store that the runs served and whose password they did not write down.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run/--remove", help="Only say what would go, or remove it for good.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what old trainings have left and how much disk it takes; with --remove, remove it.
+
+    A run goes as a whole if its training ended that long ago and no job that stays has its folder there. Of other runs
+    go the folders, checkpoints and output of jobs that finished that long ago. The jobs' rows in their stores go with
+    them. What waits or runs stays, a job that another one is after, and the newest job of each store.
+
+    Exits with 1 if something could not be removed.
+    """
+    from megatron.fill.cli.leftovers import Leftovers
+
+    found = Leftovers(runs, seconds("--older-than", older_than), store)
+    with contextlib.closing(found):
+        found.find()
+        if not dry_run:
+            found.remove()
+    if as_json:
+        print(json.dumps(_as_dict(found, dry_run), indent=2))
+    else:
+        _print(found, dry_run)
+    for failure in found.failures:
+        typer.echo(f"pipefill: not removed: {failure}", err=True)
+    if found.failures:
+        raise typer.Exit(1)
+
+
+def _as_dict(found: Leftovers, dry_run: bool) -> dict[str, object]:
+    return {
+        "dry_run": dry_run,
+        "runs": [
+            {
+                "run": str(left.run),
+                "whole": not left.stays,
+                "stays": left.stays or None,
+                "jobs": [job.name for _, job in left.jobs],
+                "paths": {str(path): size_bytes for path, size_bytes in left.paths.items()},
+                "size_bytes": left.size_bytes,
+            }
+            for left in found.runs
+        ],
+        "rows": {where: [job.id for job in jobs] for where, jobs in found.rows.items()},
+        "size_bytes": sum(left.size_bytes for left in found.runs),
+    }
+
+
+def _print(found: Leftovers, dry_run: bool) -> None:
+    for left in found.runs:
+        print(one_line(f"{left.run}: {_said(left)}"))
+    rows, stores = sum(map(len, found.rows.values())), sum(map(bool, found.rows.values()))
+    size = _size(sum(left.size_bytes for left in found.runs))
+    if dry_run:
+        print(f"{size} and the rows of {rows} jobs in {stores} stores would go; --remove removes them for good")
+    else:
+        print(f"removed: {size} and the rows of {rows} jobs in {stores} stores")
+
+
+def _said(left: Left) -> str:
+    if not left.stays:
+        return f"the whole run, {_size(left.size_bytes)}"
+    going = f"{len(left.jobs)} jobs' folders, {_size(left.size_bytes)}" if left.jobs else "nothing"
+    return f"{going}; the run stays: {left.stays}"
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.4g} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
