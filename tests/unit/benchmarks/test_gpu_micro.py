@@ -107,7 +107,7 @@ def test_all_parts_find_what_the_stand_in_does(stage, tmp_path, monkeypatch, cap
     content = json.loads(path.read_text(encoding="utf-8"))
     assert (failed, content["failed"], content["device"], content["no_mps"]) == (0, {}, "a stand-in", "")
     found = content["parts"]
-    for way in ("posted, 8 connections", "written, 8 connections", "posted, MPS"):
+    for way in ("posted, 8 connections", "written, 8 connections", "posted, MPS", "written, MPS"):
         marked = found["marks"][way]
         assert marked["mark_to_relay_us"]["count"] == 5 + WARMUP  # those, too, that the predictor only watches
         assert marked["mark_to_relay_us"]["min"] > 0
