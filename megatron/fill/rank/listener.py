@@ -23,7 +23,8 @@ from megatron.fill.rank.stillness import StillnessWatch
 from megatron.fill.types import PIPELINE_KINDS, Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
 _SHOW_EVERY = 20  # iterations between two updates of the board
-_LEAST_OUTSIDE_NS = 1_000_000  # a wait outside the pipeline that is shorter and was not filled is not recorded
+# A wait outside the pipeline that is shorter, or in which the rank was busy, is not recorded unless it was filled.
+_LEAST_OUTSIDE_NS = 1_000_000
 _FREED_BYTES = 64 << 20  # increase in free memory after which the board is updated at once
 
 
@@ -223,8 +224,8 @@ class RankListener:
             self.predictor.observe(bubble.kind, bubble.index, bubble.start_ns, now_ns)
         else:
             duration_ns = now_ns - bubble.start_ns
-            self._outside.observe(bubble.kind, bubble.index, duration_ns)
-            if not bubble.seq and duration_ns < _LEAST_OUTSIDE_NS:
+            rested = self._outside.observe(bubble.kind, bubble.index, duration_ns)
+            if not bubble.seq and not (rested and duration_ns >= _LEAST_OUTSIDE_NS):
                 return
         free_bytes = self.free_bytes() if bubble.promised_bytes is None else bubble.promised_bytes
         forward_only = in_cycle and self._forward_only  # an evaluation may have come before a save

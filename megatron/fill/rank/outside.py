@@ -43,9 +43,10 @@ class OutsidePredictor:
         shortest_ns = min(self._last.get((kind, index), ()), default=0)
         return Forecast(shortest_ns, fills=shortest_ns >= self._min_bubble_ns)
 
-    def observe(self, kind: BubbleKind, index: int, duration_ns: int) -> None:
-        """Learn from the wait that ends now."""
-        busy_ns = self._cpu_ns() - self._began_cpu_ns
+    def observe(self, kind: BubbleKind, index: int, duration_ns: int) -> bool:
+        """Learn from the wait that ends now; False if the rank was busy in it."""
+        rested = self._cpu_ns() - self._began_cpu_ns <= _MOST_BUSY * duration_ns
         if index < _MOST_PLACES:
             last = self._last.setdefault((kind, index), deque(maxlen=_LAST))
-            last.append(duration_ns if busy_ns <= _MOST_BUSY * duration_ns else 0)
+            last.append(duration_ns if rested else 0)
+        return rested

@@ -45,7 +45,7 @@ def test_a_wait_in_which_the_rank_works_is_not_filled():
     for busy_ms in (1, 20):
         predictor.forecast(BubbleKind.DATA, 0)
         cpu.ns += busy_ms * MS
-        predictor.observe(BubbleKind.DATA, 0, 50 * MS)
+        assert predictor.observe(BubbleKind.DATA, 0, 50 * MS) is (busy_ms == 1)
         assert predictor.forecast(BubbleKind.DATA, 0).fills is (busy_ms == 1)
 
 
