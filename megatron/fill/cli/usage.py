@@ -7,15 +7,16 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron.fill.cli.options import Json, Store, opened, seconds
-from megatron.fill.errors import ConfigError
+from megatron.fill.errors import ConfigError, FillError
 
 if TYPE_CHECKING:
     from megatron.fill.store import Job
@@ -38,7 +39,7 @@ class Used:
     Attributes:
         jobs: number of its jobs.
         device_s: seconds inside steps and inside bubbles.
-        cost: their price; None without one.
+        cost: their price, as far as it is known; None if it is not at all.
     """
 
     jobs: int = 0
@@ -54,7 +55,14 @@ def usage(
         str | None, typer.Option("--since", metavar="TIME", help="Only jobs that ended since or go on, such as 7d.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="P", min=0, max=1e9, help="What a device-hour costs.")
+        float | None,
+        typer.Option(
+            "--price",
+            metavar="P",
+            min=0,
+            max=1e9,
+            help="What a device-hour costs.  [default: as the setting price of the jobs' runs says]",
+        ),
     ] = None,
     as_json: Json = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
@@ -70,12 +78,13 @@ def usage(
     with opened(store) as opened_store:
         first_s = None if span_s is None else opened_store.now_s() - span_s
         jobs = [job for job in opened_store.list() if _within(job, first_s)]
-    found = used(jobs, by, price)
+    prices = {run: _price(run) if price is None else price for run in {_run(job) for job in jobs}}
+    found = used(jobs, by, prices)
     total = Used(
         sum(one.jobs for one in found.values()),
         sum(one.device_s for one in found.values()),
         sum(one.steps for one in found.values()),
-        None if price is None else sum(one.cost or 0.0 for one in found.values()),
+        sum(one.cost or 0.0 for one in found.values()) if any(one.cost is not None for one in found.values()) else None,
     )
     if as_json:
         rows = [{by.value: name, **asdict(one)} for name, one in found.items()]
@@ -85,33 +94,59 @@ def usage(
         writer.writerow([by.value, *asdict(total)])
         writer.writerows([name, *asdict(one).values()] for name, one in found.items())
     else:
-        _print(by, {**found, "all": total}, price is not None)
+        _print(by, {**found, "all": total}, total.cost is not None)
+    unpriced = [job for job in jobs if prices[_run(job)] is None]
+    if unpriced and total.cost is not None:
+        typer.echo(
+            f"pipefill: the cost lacks {len(unpriced)} of {len(jobs)} jobs, whose runs have no setting price or are "
+            "gone; expected --price for them",
+            err=True,
+        )
 
 
 def _within(job: Job, first_s: float | None) -> bool:
     return job.progress.steps > 0 and (first_s is None or job.finished_s is None or job.finished_s >= first_s)
 
 
-def used(jobs: Iterable[Job], by: By, price: float | None) -> dict[str, Used]:
-    """Return the usage by name, most device time first."""
+def used(jobs: Iterable[Job], by: By, prices: Mapping[str, float | None]) -> dict[str, Used]:
+    """Return the usage by name, most device time first.
+
+    Args:
+        prices: price of a device-hour by run folder; None where it is not known.
+    """
     found: defaultdict[str, Used] = defaultdict(Used)
     for job in jobs:
         one = found[_name(job, by)]
         one.jobs += 1
         one.device_s += job.progress.harvested_s
         one.steps += job.progress.steps
+        price = prices[_run(job)]
         if price is not None:
-            one.cost = one.device_s / 3600 * price
+            one.cost = (one.cost or 0.0) + job.progress.harvested_s / 3600 * price
     return dict(sorted(found.items(), key=lambda item: -item[1].device_s))
 
 
 def _name(job: Job, by: By) -> str:
     if by is By.USER:
         return job.user or "-"
-    if by is By.JOB:
-        return job.name
+    return job.name if by is By.JOB else _run(job)
+
+
+def _run(job: Job) -> str:
+    """Return the folder of the run that had a job last; ``-`` if it is not known."""
     match = _DEVICE.fullmatch(job.device)
     return match["run"] if match else "-"
+
+
+def _price(run: str) -> float | None:
+    """Return what a device-hour of a run costs by its setting ``price``; None if it has none or is not there."""
+    from megatron.fill.records import last_segment
+
+    try:
+        segment = last_segment(Path(run))
+    except (FillError, OSError):
+        return None
+    return None if segment.prices is None else segment.prices.main / segment.ranks
 
 
 def _print(by: By, rows: dict[str, Used], priced: bool) -> None:
@@ -126,6 +161,6 @@ def _print(by: By, rows: dict[str, Used], priced: bool) -> None:
     for heading in ("JOBS", "DEVICE S", "STEPS", *(["COST"] if priced else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, one in rows.items():
-        cost = [f"{one.cost or 0:,.4f}"] if priced else []
+        cost = ["-" if one.cost is None else f"{one.cost:,.4f}"] if priced else []
         table.add_row(Text(one_line(name)), str(one.jobs), f"{one.device_s:,.1f}", f"{one.steps:,}", *cost)
     Console(highlight=False).print(table)

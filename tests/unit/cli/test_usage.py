@@ -13,7 +13,10 @@ import pytest
 from megatron.fill.cli import main
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.types import Prices
 from megatron.fill.work import Work
+from tests.support.segments import write_segment
+from tests.support.synthetic import synthetic_run
 
 
 @pytest.fixture
@@ -65,3 +68,27 @@ def test_csv_has_a_head(usage):
     rows = list(csv.reader(io.StringIO(usage("--csv", "--since", "1d"))))
     assert rows[0] == ["user", "jobs", "device_s", "steps", "cost"]
     assert len(rows) == 3
+
+
+def test_a_run_says_what_its_devices_cost(usage, store, monkeypatch, capsys):
+    assert "COST" not in usage()
+    monkeypatch.chdir(store)
+    write_segment(store / "r1", synthetic_run()[0][:2], prices=Prices(main=7200, side=1))
+    assert {row["run"]: row["cost"] for row in json.loads(usage("--by", "run", "--json"))["rows"]} == {
+        "r1": pytest.approx(10),  # half of 7200 an hour for each of two devices
+        "r2": None,
+    }
+    assert usage("--by", "run").split()[-5:] == ["all", "3", "60.0", "15", "10.0000"]
+    assert {row["run"]: row["cost"] for row in json.loads(usage("--by", "run", "--json", "--price", "0"))["rows"]} == {
+        "r1": 0,
+        "r2": 0,
+    }
+
+
+def test_what_has_no_price_is_said(store, monkeypatch, capsys):
+    monkeypatch.chdir(store)
+    write_segment(store / "r1", [], prices=Prices(main=7200, side=1), ranks=2)
+    monkeypatch.setattr(sys, "argv", ["pipefill", "usage", "--store", str(store)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "the cost lacks 2 of 3 jobs, whose runs have no setting price or are gone" in capsys.readouterr().err
