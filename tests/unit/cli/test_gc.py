@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.cli import main
+from megatron.fill.cli.leftovers import _name
 from megatron.fill.folders import PARTS, PRIVATE, lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.records import SegmentEnding
@@ -55,7 +56,7 @@ def made(run: Path, days: float, store: str = "", ending: SegmentEnding | None =
     return run
 
 
-def job(store: Path, run: Path, name: str, days: float | None, after: tuple[str, ...] = ()) -> Job:
+def job(store: Path | str, run: Path, name: str, days: float | None, after: tuple[str, ...] = ()) -> Job:
     """A job with a folder, a checkpoint and output in a run; finished so many days ago, or put back if None."""
     queue = SqlStore(store, clock=lambda: time.time() - (days or 0) * DAY_S)
     [new] = queue.submit([NewJob(name, Work("m:C", after=after))])
@@ -157,6 +158,22 @@ def test_a_run_stays_whose_folder_a_job_of_another_run_still_needs(gc, tmp_path)
     queue.close()
     job(store, now, "newest", 0)
     assert f"job moved ({moved.id}), which stays, has its folder there" in gc("old", "now", "--remove")
+
+
+def test_a_store_that_nodes_share(gc, tmp_path, postgres):
+    url = postgres.new_database()
+    old, now = (made(tmp_path / name, days, url) for name, days in (("old", 40), ("now", 0)))
+    job(url, old, "done", 40)
+    job(url, now, "newest", 0)
+    assert f"{old}: the whole run, " in gc("old", "now", "--remove")
+    assert not old.exists()
+    store = open_store(url)
+    assert [job.name for job in store.list()] == ["newest"]
+    store.close()
+
+
+def test_the_password_of_a_store_is_the_users():
+    assert _name("postgresql://ada:secret@db/x") == _name("postgresql+psycopg://ada:***@db/x")  # as records have it
 
 
 def test_a_run_stays_whose_jobs_are_not_known(gc, tmp_path):
