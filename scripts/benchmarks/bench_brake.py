@@ -8,16 +8,14 @@ that the brake lets be filled takes longer by the true slowdown.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.fill.rank.brake import Brake
+from scripts.benchmarks.harness import arguments, write_figures
 
 LIMIT = 0.01
 FIRST = 6  # number of the first iteration after the warm-up
@@ -47,8 +45,7 @@ def noticed(slowdown: float, sigma: float, runs: int, longest: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=60, help="trainings per slowdown (default: 60)")
     parser.add_argument("--quiet-iterations", type=int, default=200_000, help="without a slowdown (default: 200000)")
     options = parser.parse_args()
@@ -63,10 +60,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))
     print(json.dumps(summary, indent=2))
-    if options.json:
-        command = "python scripts/benchmarks/bench_brake.py " + " ".join(sys.argv[1:])
-        result = {"command": command, "summary": summary, "noticed": rows}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_figures(options.json, summary, noticed=rows)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_gpu_memory import TRUTH, measure_gpu_memory
-from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 from scripts.benchmarks.harness import Results, arguments, opened
 from scripts.benchmarks.memory_figures import measure_learned, measure_limits, measure_memory
+from tests.support.configuring import event_times, random_iteration, random_links
 
 MODEL_FLAGS = {
     "0.1b": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
-from scripts.benchmarks.harness import Results, opened
+from scripts.benchmarks.harness import Results, arguments, opened
 from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown, settings
 
 PARTS = ("profile", "cpu", "emulated", "identity")
@@ -183,8 +183,7 @@ def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--block", type=int, default=5, help="iterations per block (default: 5)")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks, on and off (default: 10)")

@@ -15,8 +15,6 @@ step is, which is what cannot be interrupted there.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
@@ -35,6 +33,7 @@ from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import StepDevice, StepPages
+from scripts.benchmarks.harness import arguments, write_figures
 from scripts.benchmarks.sidetasks import CpuStep
 
 _FAR_NS = 10**12
@@ -137,8 +136,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser = arguments(__doc__)
     parser.add_argument("--bubbles", type=int, default=200, help="bubbles of each length (default: 200)")
     parser.add_argument("--lengths-ms", type=float, nargs="+", default=[100.0, 20.0, 5.0])
     parser.add_argument("--gap-ms", type=float, default=100.0, help="between bubbles (default: 100)")
@@ -173,12 +171,7 @@ def main() -> None:
         print(line.format(row["way"], *lengths, f"{row['used']}/{row['bubbles']}", *shares, *spans))
     print("harvest: share of the bubbles inside steps; device: CPU time of the steps over that of the bubbles;")
     print("first (opening to first step) and late (the main job goes on): median/99th percentile")
-    if options.json:
-        command = "python scripts/benchmarks/bench_gate.py " + " ".join(sys.argv[1:])
-        Path(options.json).write_text(
-            json.dumps({"command": command, "summary": summary(rows), "lengths": rows}, indent=2) + "\n",
-            encoding="utf-8",
-        )
+    write_figures(options.json, summary(rows), lengths=rows)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,11 +11,9 @@ over the iteration time of a real run.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import RankInfo
+from scripts.benchmarks.harness import arguments, write_figures
 
 MICROBATCHES = 4
 COLLECTIVES = 4  # in a pass, and in the drain
@@ -101,8 +100,7 @@ def _median_us(some: list[float], others: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser = arguments(__doc__)
     parser.add_argument("--iteration-ms", type=float, required=True, help="of the real run to compare with")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of blocks (default: 40)")
     parser.add_argument("--block", type=int, default=50, help="iterations per block (default: 50)")
@@ -138,9 +136,7 @@ def main() -> None:
         "measuring_share": cost_us / (options.iteration_ms * 1e3),
     }
     print(json.dumps(summary, indent=2))
-    if options.json:
-        command = "python scripts/benchmarks/bench_hooks.py " + " ".join(sys.argv[1:])
-        Path(options.json).write_text(json.dumps({"command": command, "summary": summary}, indent=2) + "\n")
+    write_figures(options.json, summary)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from scripts.benchmarks.gpu_figures import harvest_in_blocks
-from scripts.benchmarks.harness import Results, opened
+from scripts.benchmarks.harness import Results, arguments, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
 from scripts.benchmarks.trainings import (
     Blocks,
@@ -110,8 +110,7 @@ EMULATED = [name for name in PARTS if name.startswith(("emulated", "slices"))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    parser = arguments(__doc__)
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help="what to measure (default: all)"
     )

@@ -9,7 +9,6 @@ is run on it, in a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -42,6 +41,7 @@ from megatron.fill.types import (
     WorkerRecord,
     fills_block,
 )
+from scripts.benchmarks.harness import arguments, write_figures
 
 MS = 1_000_000
 FORWARD_NS, NOISE, STEP_NS, LATENCY_NS = 10 * MS, 0.05, 2 * MS, MS // 10
@@ -145,8 +145,7 @@ def report(run_dir: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    parser = arguments(__doc__)
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="leave the made-up run in this new folder")
     parser.add_argument("--ranks", type=int, default=1024, help="(default: 1024)")
     parser.add_argument("--stages", type=int, default=16, help="(default: 16)")
@@ -171,10 +170,7 @@ def main() -> None:
         "load_15_minutes": round(os.getloadavg()[2], 1),
     }
     print(json.dumps(summary, indent=2))
-    if options.json:
-        command = "python scripts/benchmarks/bench_report.py " + " ".join(sys.argv[1:])
-        content = {"command": command, "summary": summary, "records": made, "report": measured}
-        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_figures(options.json, summary, records=made, report=measured)
 
 
 if __name__ == "__main__":

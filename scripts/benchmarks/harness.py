@@ -45,7 +45,7 @@ class Results:
         for key in where:
             place = place.setdefault(key, {})
         place.update(figures)
-        self.commands[part] = " ".join(["python", f"scripts/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        self.commands[part] = command()
         if details:
             self.details[part] = details
         self.write()
@@ -58,10 +58,21 @@ class Results:
         write_text(self._path, json.dumps(content, indent=2) + "\n")  # a call may be killed while it writes
 
 
+def command() -> str:
+    """The call of this program, as one types it in the root of the checkout."""
+    return " ".join(["python", f"scripts/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def write_figures(path: Path | None, summary: dict[str, Any], **details: Any) -> None:
+    """Write the figures of a benchmark that has one part, over those of earlier calls, if there is a file for them."""
+    if path is not None:
+        write_text(path, json.dumps({"command": command(), "summary": summary, **details}, indent=2) + "\n")
+
+
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """The parser of a benchmark, with ``--json``; the module's docstring is its help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="add the figures to this file")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
     return parser
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.store import Job
-from scripts.benchmarks import recipe_words
+from scripts.benchmarks import recipe_bert
 from scripts.benchmarks.recipe_sizes import ENDLESS, VOCABULARY, Shrunk
 from tests.e2e.training import OURS, PATCHED, UPSTREAM, Running, Trained, losses, start
 from tests.parallelism.check import spins
@@ -143,7 +143,7 @@ class Trial:
             folder.mkdir()
             (folder / "checkpoints").mkdir()
             if self.family == "bert":
-                recipe_words.write(folder, VOCABULARY)
+                recipe_bert.write(folder, VOCABULARY)
         return folder
 
     def _script(self, usual: tuple[str, ...]) -> tuple[str, ...]:

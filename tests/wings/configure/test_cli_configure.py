@@ -15,7 +15,7 @@ from megatron.fill.cli.app import app
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.network import Network, Place
 from megatron.fill.wings.configure.passes import Both
-from scripts.benchmarks.configuring import random_links
+from tests.support.configuring import random_links
 from tests.wings.configure.test_configure_passes import FLAGS as PROFILE_FLAGS
 from tests.wings.configure.test_configure_passes import ran
 

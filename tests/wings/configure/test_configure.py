@@ -32,7 +32,7 @@ from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from megatron.fill.wings.sim.mainjob import MainJob
-from scripts.benchmarks.configuring import event_times, random_iteration, random_links
+from tests.support.configuring import event_times, random_iteration, random_links
 
 A100 = GPUS["a100-80gb"]
 SMALL = ModelSpec(layers=12, hidden=512, heads=8, sequence=256, vocabulary=1024)

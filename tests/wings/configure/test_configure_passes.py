@@ -27,7 +27,7 @@ from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.memory import stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
-from scripts.benchmarks.configuring import random_iteration
+from tests.support.configuring import random_iteration
 from tests.support.recorded_runs import MS, records
 
 MODEL = ModelSpec(layers=8, hidden=64, heads=4, sequence=64, vocabulary=128)
