@@ -1,0 +1,99 @@
+"""The idle time of trainings: the share of wall time that has a name, and the share of long idle time that is filled.
+
+Trains the small GPT of the benchmarks on the CPU, with two side tasks, in seven ways (``--parts``): ``plain`` (1F1B,
+two stages), with ``saves`` and with ``evaluation`` every tenth iteration, with a ``slow-loader``, with two replicas
+(``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.  ``paired`` is the
+plain one in pairs of blocks with and without filling, for the slowdown.
+
+* ``named_share``: compute and named idle time over the wall time, by training, all ranks together; the wall time is
+  that of the process's clock.
+* ``long_idle_filled``: seconds of jobs' steps in bubbles over all idle seconds in stretches of 1 ms or more, by
+  training, from the first iteration on: also what PipeFill does not fill, such as saves, and its warm-up.
+* ``harvest_1f1b``, ``harvest_interleaved``: the harvest ratio of ``plain`` and of ``vpp``.
+
+    python scripts/benchmarks/bench_idle.py --json docs/benchmarks/idle.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.benchmarks.harness import opened
+from scripts.benchmarks.sidetasks import TASKS
+from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
+
+JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
+OFTEN = "10"  # iterations between two saves, or evaluations
+_WARMUP = 5
+_BEFORE = {"start-up", "load"}  # idle time before the first iteration
+_INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "2")
+
+
+def trained(folder: Path, part: str, iterations: int) -> dict[str, Any]:
+    """Train in one of the ways, with jobs, and return the report."""
+    flags: dict[str, tuple[str, ...]] = {
+        "plain": (),
+        "saves": ("--save", str(folder / "checkpoints"), "--save-interval", OFTEN),
+        "evaluation": ("--eval-iters", "4", "--eval-interval", OFTEN),
+        "slow-loader": (),
+        "dp2": (),
+        "vpp": _INTERLEAVED,
+        "timers": ("--timing-log-level", "2"),
+    }
+    script = ("-m", "scripts.benchmarks.slow_loader", *GPT.script) if part == "slow-loader" else GPT.script
+    main = MainJob(script, ranks=4 if part == "dp2" else 2)
+    run = folder / f"{part}-run"
+    jobs = ("--fill-jobs", str(jobs_file(folder / "jobs.yaml", JOBS)), "--fill-report", str(run))
+    blocks = Blocks(iterations - _WARMUP, 0, iterations)
+    extra = (*jobs, *settings(warmup_iterations=_WARMUP), *flags[part])
+    train(folder, part, blocks, main.script, *extra, main=main)
+    return json.loads((run / "report.json").read_text(encoding="utf-8"))
+
+
+def figures(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of one training, and its account."""
+    whole = report["account"][-1]
+    long_s = whole["long_idle_s"] - sum(one["long_s"] for one in whole["times"] if one["name"] in _BEFORE)
+    return {
+        "named_share": whole["named_share"],
+        "long_idle_filled": (report["total"]["harvested_s"] or 0.0) / long_s,
+        "harvest_ratio": report["summary"]["harvest_ratio"],
+        "account": {one["name"]: one["time_s"] for one in whole["times"]},
+        "time_use_ns": report["total"]["time_use_ns"],
+    }
+
+
+def main() -> None:
+    parts = ("plain", "saves", "evaluation", "slow-loader", "dp2", "vpp", "timers", "paired")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here; those of other parts stay")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--iterations", type=int, default=100, help="of each training but paired (default: 100)")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of 10 iterations (default: 20)")
+    options = parser.parse_args()
+    results = opened(parser, options.json)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for part in options.parts:
+            if part == "paired":
+                blocks = Blocks(10, options.pairs, _WARMUP, settling=2)
+                report = filled(folder, part, jobs_file(folder / "jobs.yaml", JOBS), blocks)
+                results.add(part, {"slowdown": report["summary"]["slowdown"]})
+                continue
+            found = figures(trained(folder, part, options.iterations))
+            for name in ("named_share", "long_idle_filled"):
+                results.add(part, {part: found[name]}, name, **found)
+            harvests = {"plain": "harvest_1f1b", "vpp": "harvest_interleaved"}
+            if part in harvests:
+                results.add(part, {harvests[part]: found["harvest_ratio"]}, **found)
+    print(json.dumps(results.summary, indent=2))
+
+
+if __name__ == "__main__":
+    main()
