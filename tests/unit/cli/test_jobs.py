@@ -175,7 +175,8 @@ class TestSubmit:
         assert ran.err == "pipefill: error: jobs.yaml, line 1: job 'a': task is 'x': expected module:Class\n"
         assert not (tmp_path / "run").exists()
 
-    def test_what_does_not_exist_is_not_submitted(self, pipefill, tmp_path):
+    def test_what_does_not_exist_is_not_submitted(self, pipefill, tmp_path, monkeypatch):
+        monkeypatch.delitem(sys.modules, "tasks", raising=False)  # of a test before this one
         jobs = [
             {"name": "module", "task": "gone:Digits", "count": 3},
             {"name": "class", "task": "tasks:Digit"},
