@@ -139,6 +139,7 @@ def _around(graph: ModelGraph, mask: int) -> tuple[int, int]:
 
 
 def _connected(graph: ModelGraph, mask: int) -> list[int]:
+    """Return the connected parts of a set, without the planner's own search for them, which this is to check."""
     found = []
     while mask:
         part, new = 0, mask & -mask
