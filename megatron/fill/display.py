@@ -1,4 +1,4 @@
-"""Jobs on a terminal: a colour for each state, and job-supplied text with control characters escaped."""
+"""Jobs on a terminal: a colour for each state, sizes, and job-supplied text with control characters escaped."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def state_colour(state: JobState) -> str:
             return "red"
         case JobState.CANCELLED:
             return "yellow"
+
+
+def size(size_bytes: int) -> str:
+    """Return a number of bytes in the largest unit in which it is at least 1, with three digits."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}" if size_bytes < 1000 * unit else f"{size_bytes / unit:.0f} {name}"
+    return f"{size_bytes} bytes"
 
 
 def one_line(text: str) -> str:

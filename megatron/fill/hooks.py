@@ -141,7 +141,7 @@ class BubbleBus:
         self._open = False
         self._marked = False  # the open bubble is marked by hand
         self._saving = False
-        self._saves_waits = self._batches = 0  # waits in this save, batches in this iteration
+        self._save_waits = self._batches = 0  # waits in this save, batches in this iteration
 
     # The patches call the methods below in the order of the events.
 
@@ -197,7 +197,7 @@ class BubbleBus:
             if not self._waits:
                 self._waits = self.waited = True
                 self._depth = self.account.enter(kind if self._training else EVALUATION_WAIT)
-            self._begin(kind, None)
+            self._begin(kind, self._index, None)
 
     def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
         """Make a call that waits for another stage.  Callbacks come first; the rest of the wait is a bubble.
@@ -233,7 +233,7 @@ class BubbleBus:
         if self._training and not self._in_cycle:
             self.begin_schedule(_MARKED)
             self._passes = _NOT_KNOWN  # hence the author has to mark the drain, too
-        begun = self._in_cycle and self._begin(kind, free_bytes)
+        begun = self._in_cycle and self._begin(kind, self._index, free_bytes)
         self._marked |= begun
         self.waited |= self._in_cycle
         depth = self.account.enter(kind)
@@ -248,7 +248,7 @@ class BubbleBus:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Save a checkpoint in the block."""
-        self._saving, self._saves_waits = not self._training, 0
+        self._saving, self._save_waits = not self._training, 0
         try:
             yield
         finally:
@@ -258,8 +258,8 @@ class BubbleBus:
         """Make a call that waits for other ranks: in a save, in a bubble."""
         if not self._saving:
             return call()
-        self._saves_waits += 1
-        return self._outside(BubbleKind.SAVE, self._saves_waits - 1, call)
+        self._save_waits += 1
+        return self._outside(BubbleKind.SAVE, self._save_waits - 1, call)
 
     def wait_for_batch[T](self, call: Callable[[], T]) -> T:
         """Make a call that waits for the next batch: in an iteration, in a bubble."""
@@ -270,32 +270,27 @@ class BubbleBus:
 
     def _outside[T](self, kind: BubbleKind, index: int, call: Callable[[], T]) -> T:
         """Make a call in a bubble outside the pipeline, which is no part of the cycle."""
-        listener = self._heard
-        if self._open or listener is None or self.account.thread != get_ident():
+        if self.account.thread != get_ident() or not self._begin(kind, index, None):
             return call()
-        self._open = True
-        self._guarded(listener.bubble_opened, kind, index, self.clock(), None)
         try:
             return call()
         finally:
-            self._open = False
-            if (listener := self._heard) is not None:
-                self._guarded(listener.bubble_closed, self.clock())
+            self._end(in_cycle=False)
 
-    def _begin(self, kind: BubbleKind, free_bytes: int | None) -> bool:
+    def _begin(self, kind: BubbleKind, index: int, free_bytes: int | None) -> bool:
         """Open a bubble; False if one is open already, or there is no listener."""
         listener = self._heard
         if self._open or listener is None:
             return False
         self._open = True
-        self._guarded(listener.bubble_opened, kind, self._index, self.clock(), free_bytes)
+        self._guarded(listener.bubble_opened, kind, index, self.clock(), free_bytes)
         return True
 
-    def _end(self) -> None:
+    def _end(self, *, in_cycle: bool = True) -> None:
         now_ns = self.clock()
         if self._open:
             self._open = False
-            self._index += 1
+            self._index += in_cycle
             if (listener := self._heard) is not None:
                 self._guarded(listener.bubble_closed, now_ns)
 

@@ -16,7 +16,6 @@ plain one in pairs of blocks with and without filling, for the slowdown.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.benchmarks.harness import opened
+from scripts.benchmarks.harness import arguments, opened
 from scripts.benchmarks.sidetasks import TASKS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
@@ -71,8 +70,7 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parts = ("plain", "saves", "evaluation", "slow-loader", "dp2", "vpp", "timers", "paired")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here; those of other parts stay")
+    parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--iterations", type=int, default=100, help="of each training but paired (default: 100)")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of 10 iterations (default: 20)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron.fill.cli.options import Json, seconds, warn_of_password
-from megatron.fill.display import one_line
+from megatron.fill.display import one_line, size
 
 if TYPE_CHECKING:
     from megatron.fill.cli.leftovers import Left, Leftovers
@@ -85,24 +85,15 @@ def _print(found: Leftovers, dry_run: bool) -> None:
     for left in found.runs:
         print(one_line(f"{left.run}: {_said(left)}"))
     rows, stores = sum(map(len, found.rows.values())), sum(map(bool, found.rows.values()))
-    size = _size(sum(left.size_bytes for left in found.runs))
+    whole = size(sum(left.size_bytes for left in found.runs))
     if dry_run:
-        print(f"{size} and the rows of {rows} jobs in {stores} stores would go; --remove removes them for good")
+        print(f"{whole} and the rows of {rows} jobs in {stores} stores would go; --remove removes them for good")
     else:
-        print(f"removed: {size} and the rows of {rows} jobs in {stores} stores")
+        print(f"removed: {whole} and the rows of {rows} jobs in {stores} stores")
 
 
 def _said(left: Left) -> str:
     if not left.stays:
-        return f"the whole run, {_size(left.size_bytes)}"
-    going = f"{len(left.jobs)} jobs' folders, {_size(left.size_bytes)}" if left.jobs else "nothing"
+        return f"the whole run, {size(left.size_bytes)}"
+    going = f"{len(left.jobs)} jobs' folders, {size(left.size_bytes)}" if left.jobs else "nothing"
     return f"{going}; the run stays: {left.stays}"
-
-
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:,.4g} {unit}"
-        size /= 1024
-    return f"{size:,.1f} GiB"

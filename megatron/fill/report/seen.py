@@ -13,6 +13,7 @@ from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, RankRecord
 
 KINDS = tuple(BubbleKind)
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
+_IN_PIPELINE = [_CODES[kind] for kind in PIPELINE_KINDS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,11 @@ class Bubbles:
     filling: np.ndarray  # filling was on and jobs had settled
     settling: np.ndarray  # filling was on and jobs of some rank still set themselves up
     forward_only: np.ndarray
-    outside: np.ndarray  # it is no bubble of the pipeline
+
+    @property
+    def outside(self) -> np.ndarray:
+        """True for bubbles outside the pipeline."""
+        return ~np.isin(self.kind, _IN_PIPELINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,6 @@ def seen(record: RankRecord) -> Seen:
             filling=on & ~settling,
             settling=settling,
             forward_only=_flags(bubbles, "forward_only"),
-            outside=np.array([kind not in PIPELINE_KINDS for kind in column(bubbles, "kind")], dtype=bool),
         ),
     )
 

@@ -57,7 +57,7 @@ def print_report(report: Report, console: Console) -> None:
         *_lines(report, report.segments[-1].paired_blocks if report.segments else 0),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
-        *_wall_lines(report),
+        *_sandbox_lines(report),
         *([said] if (said := advice(report)) else []),
     ]
     for line in lines:
@@ -237,7 +237,7 @@ def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
     return [f"automatic brake: stopped filling {_times(count)} on {where}", *lines, *more]
 
 
-def _wall_lines(report: Report) -> list[str]:
+def _sandbox_lines(report: Report) -> list[str]:
     lacking = [layer.name for layer in report.sandbox if layer.lacks]
     return [f"the sandbox of jobs lacks {', '.join(lacking)}; see pipefill doctor"] if lacking else []
 

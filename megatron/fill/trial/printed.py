@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron.fill.display import harmless, one_line
+from megatron.fill.display import harmless, one_line, size
 from megatron.fill.trial.result import Ended, RoundTrip, Trial
 
 _CALLBACKS = (
@@ -74,11 +74,11 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
         beyond = f"{use.offences or 'none'} beyond the grace of {trial.grace_ms:g} ms"
         yield "overruns", f"{ran_on}; {beyond}" if use.overran else beyond
     if trial.peak_bytes:
-        of = "" if trial.memory_bytes is None else f", of {_size(trial.memory_bytes)}"
-        yield "memory", f"{_size(trial.peak_bytes)} at most{of}"
+        of = "" if trial.memory_bytes is None else f", of {size(trial.memory_bytes)}"
+        yield "memory", f"{size(trial.peak_bytes)} at most{of}"
     if checkpoint.outcome is RoundTrip.OK:
         went_on = f"saved at {checkpoint.saved_work:g} {unit}, and a new process went on from there"
-        yield "checkpoint", f"{_size(checkpoint.size_bytes)}: {went_on}"
+        yield "checkpoint", f"{size(checkpoint.size_bytes)}: {went_on}"
     elif checkpoint.outcome is not RoundTrip.NOT_TRIED and use is not None and not trial.command:
         yield "checkpoint", str(checkpoint.outcome)
     if trial.work_done:
@@ -101,10 +101,3 @@ def _text(text: str, style: str = "") -> Text:
 
 def _ms(value: float) -> str:
     return f"{value:,.3f} ms" if value < 10 else f"{value:,.1f} ms"
-
-
-def _size(size_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.3g} {name}" if size_bytes < 1000 * unit else f"{size_bytes / unit:.0f} {name}"
-    return f"{size_bytes} bytes"
