@@ -117,7 +117,8 @@ class Bench:
         Raises:
             RuntimeError: how long it takes at least, and how long there is.
         """
-        left, least = self.left_s(), least_s(part, self.options, self.device, self.pace_s())
+        least = least_s(part, self.options, self.device, self.pace_s())  # which takes time itself
+        left = self.left_s()
         if left is not None and left < least:
             raise RuntimeError(f"it takes {least:.0f} s at least, and {left:.0f} s are left")
 
