@@ -36,6 +36,7 @@ AHEAD = ("numpy",)  # imported by most tasks, and costs little memory
 # A worker's start-up must not compete with the training either.
 _AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
 _MEMORY_FILES_BYTES = 1 << 30  # limit for a job without a memory cap
+_NUMBERS = itertools.count()  # of this process's workers: two pools must not give two workers the same name
 
 
 class WorkerPool:
@@ -49,7 +50,6 @@ class WorkerPool:
         self._context = context
         self._working: set[int] = set()  # pids of those that have a job
         self._standby: WorkerProcess | None = None
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     @property
@@ -120,7 +120,7 @@ class WorkerPool:
     def _new(self, *, idle: bool, ahead: Sequence[str] = ()) -> WorkerProcess:
         spec, fds = self._context.spec, self._context.worker_fds
         started_with = environment(os.environ, {}, spec.user, Path("/"))
-        name = f"{os.getpid()}-{next(self._numbers)}"
+        name = f"{os.getpid()}-{next(_NUMBERS)}"
         worker = WorkerProcess(name, fds, started_with, spec.run_dir, idle=idle, ahead=ahead)
         OWN.add(worker.pid)
         return worker

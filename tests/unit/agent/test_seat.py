@@ -22,7 +22,9 @@ from megatron.fill.agent.run import JobRun
 from megatron.fill.agent.seat import Seat
 from megatron.fill.agent.watch import JobWorker, StopRequests
 from megatron.fill.agent.workers import WorkerPool, WorkerProcess
+from megatron.fill.device import cpu
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
+from megatron.fill.linux import cgroup
 from megatron.fill.linux.cgroup import find_home
 from megatron.fill.linux.tree import OWN, children
 from megatron.fill.pages.control import RunState
@@ -39,6 +41,9 @@ SHORT = {"task": None, "command": ["true"]}
 def bench(monkeypatch, tmp_path) -> Iterator[Post]:
     # What pytest keeps of a log are tracebacks, with all that they refer to.
     monkeypatch.setattr(logging.getLogger("pipefill.agent"), "disabled", True)
+    # A killed worker dies by itself, but at its low priority, so on a busy machine not within the agent's second.
+    monkeypatch.setattr(cpu, "_KILL_S", 120)
+    monkeypatch.setattr(cgroup, "_REMOVE_S", 120)
     with post(tmp_path) as made:
         yield made
 
