@@ -1,4 +1,4 @@
-"""Jobs on a terminal: a colour for each state, sizes, and job-supplied text with control characters escaped."""
+"""Jobs on a terminal: a colour for each state, sizes, counts, and job-supplied text with control characters escaped."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def size(size_bytes: int) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}" if size_bytes < 1000 * unit else f"{size_bytes / unit:.0f} {name}"
     return f"{size_bytes} bytes"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, such as ``1 job`` or ``2 jobs``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def one_line(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron.fill.cli.options import Json, seconds, warn_of_password
-from megatron.fill.display import one_line, size
+from megatron.fill.display import counted, one_line, size
 
 if TYPE_CHECKING:
     from megatron.fill.cli.leftovers import Left, Leftovers
@@ -43,7 +43,7 @@ def gc(
     go the folders, checkpoints and output of jobs that finished that long ago. The jobs' rows in their stores go with
     them. What waits or runs stays, a job that another one is after, and the newest job of each store.
 
-    Exits with 1 if something could not be removed.
+    Exits with 1 if something could not be removed, or one of several folders is not that of a run: it is left as it is.
     """
     from megatron.fill.cli.leftovers import Leftovers
 
@@ -78,22 +78,22 @@ def _as_dict(found: Leftovers, dry_run: bool) -> dict[str, object]:
         ],
         "rows": {where: [job.id for job in jobs] for where, jobs in found.rows.items()},
         "size_bytes": sum(left.size_bytes for left in found.runs),
+        "failures": found.failures,
     }
 
 
 def _print(found: Leftovers, dry_run: bool) -> None:
     for left in found.runs:
         print(one_line(f"{left.run}: {_said(left)}"))
-    rows, stores = sum(map(len, found.rows.values())), sum(map(bool, found.rows.values()))
-    whole = size(sum(left.size_bytes for left in found.runs))
-    if dry_run:
-        print(f"{whole} and the rows of {rows} jobs in {stores} stores would go; --remove removes them for good")
-    else:
-        print(f"removed: {whole} and the rows of {rows} jobs in {stores} stores")
+    jobs = counted(sum(map(len, found.rows.values())), "job")
+    whole = f"{size(sum(left.size_bytes for left in found.runs))} and the rows of {jobs}"
+    whole += f" in {counted(sum(map(bool, found.rows.values())), 'store')}"
+    print(f"{whole} would go; --remove removes them for good" if dry_run else f"removed: {whole}")
 
 
 def _said(left: Left) -> str:
     if not left.stays:
         return f"the whole run, {size(left.size_bytes)}"
-    going = f"{len(left.jobs)} jobs' folders, {size(left.size_bytes)}" if left.jobs else "nothing"
+    folders = f"{counted(len(left.jobs), 'folder')} of jobs"
+    going = f"{folders}, {size(left.size_bytes)}" if left.jobs else "nothing"
     return f"{going}; the run stays: {left.stays}"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.fill.agent.claims import SUBMITTED
 from megatron.fill.agent.folder import folder_name, is_known
-from megatron.fill.errors import StoreError
+from megatron.fill.errors import FillError, StoreError
 from megatron.fill.folders import AGENTS, CONTROL, JOBS, LOCKS, OUTPUT, RECORDS, RUN_LOCK, lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.records import SegmentEnding, read_segments
@@ -67,10 +67,10 @@ class Leftovers:
     Attributes:
         runs: the leftovers of each run.
         rows: the jobs that go, by the name of their store.
-        failures: the files and folders that could not be removed, and why.
+        failures: folders that are left as they are, not being those of a run, and what could not be removed, and why.
 
     Raises:
-        FillError: a folder is not that of a run.
+        FillError: none of the folders is that of a run.
     """
 
     def __init__(self, runs: Sequence[Path], older_s: float, given: str | None = None) -> None:
@@ -78,8 +78,15 @@ class Leftovers:
         self._given = {} if given is None else {_name(given): given}
         self._opened: dict[str, JobStore] = {}
         self.rows: dict[str, list[Job]] = {}
-        self.runs = [Left(run, _served(run)) for run in dict.fromkeys(run.resolve() for run in runs)]
+        self.runs: list[Left] = []
         self.failures: list[str] = []
+        for run in dict.fromkeys(run.resolve() for run in runs):
+            try:
+                self.runs.append(Left(run, _served(run)))
+            except FillError as error:  # runs/* also matches what is no run; the others need not stay for it
+                self.failures.append(str(error))
+        if not self.runs:
+            raise FillError("\n".join(self.failures))
 
     def close(self) -> None:
         for store in self._opened.values():

@@ -93,13 +93,30 @@ def test_an_old_run_goes_as_a_whole_but_not_before_it_is_told_to(gc, tmp_path):
         first, second, last = gc("old", "young", *option).splitlines()
         assert first.startswith(f"{run}: the whole run, ")
         assert second.startswith(f"{young}: nothing; the run stays: last used 20")
-        assert last.endswith(" and the rows of 1 jobs in 1 stores would go; --remove removes them for good")
+        assert last.endswith(" and the rows of 1 job in 1 store would go; --remove removes them for good")
     assert sorted(run.rglob("*")) == before
     said = json.loads(gc("old", "young", "--remove", "--json"))
     assert (said["dry_run"], said["runs"][0]["whole"], said["runs"][1]["whole"]) == (False, True, False)
     assert said["size_bytes"] == said["runs"][0]["size_bytes"] > 200_000
     assert not run.exists()
     assert (young / "report.json").exists()
+
+
+def test_a_folder_that_is_no_run_is_left_and_the_others_go(gc, tmp_path):
+    run, damaged = made(tmp_path / "old", 40), made(tmp_path / "damaged", 40)
+    (damaged / "records" / "1" / "segment.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    others = ["empty", "file", "damaged"]
+    assert f"pipefill: not removed: {tmp_path}/empty/records: holds no records" in gc("old", *others, status=1)
+    assert run.exists()
+    said = json.loads(gc("old", *others, "--remove", "--json", status=1).partition("\npipefill: ")[0])
+    assert [Path(one["run"]).name for one in said["runs"]] == ["old"]
+    named = zip(said["failures"], others, strict=True)
+    assert all(failure.startswith(f"{tmp_path / name}/records") for failure, name in named)
+    assert not run.exists()
+    assert (damaged / "report.json").exists()
+    assert "/file/records: holds no records" in gc(*others, status=2)
 
 
 def test_what_others_put_into_a_run_folder_stays(gc, tmp_path):
@@ -113,9 +130,9 @@ def test_of_a_training_that_runs_the_old_jobs_go(gc, tmp_path):
     run = made(tmp_path / "run", 40, ending=None)
     first, needed, young = job(run, run, "a", 40), job(run, run, "b", 39), job(run, run, "c", 1)
     waits = job(run, run, "waits", None, after=("b",))
-    assert "1 jobs' folders" in gc("run")
+    assert "1 folder of jobs, " in gc("run")
     said = gc("run", "--remove")
-    assert f"{run}: 1 jobs' folders, " in said
+    assert f"{run}: 1 folder of jobs, " in said
     assert "the run stays: its training runs" in said
     assert not any(path.exists() for path in (Path(first.directory), output_file(Path(first.directory))))
     assert not lock_file(Path(first.directory)).exists()
@@ -151,7 +168,7 @@ def test_a_run_stays_whose_folder_a_job_of_another_run_still_needs(gc, tmp_path)
     store = tmp_path / "shared.db"
     old, now = (made(tmp_path / name, days, f"sqlite:///{store}") for name, days in (("old", 40), ("now", 0)))
     done, moved = job(store, old, "done", 40), job(store, old, "moved", None)
-    assert f"{old}: 1 jobs' folders" in gc("old", "now", "--remove")
+    assert f"{old}: 1 folder of jobs" in gc("old", "now", "--remove")
     assert (Path(done.directory).exists(), Path(moved.directory).exists()) == (False, True)
     queue = SqlStore(store)
     queue.cancel(moved.id)
