@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The measurements for a GPU that is there only for a while, in parts of less than ten minutes:
-#   scripts/gpu_day.sh look|smoke|figures1|figures2 [OUT] [--device cpu|cuda] [--seconds N] [--only STEP,...] [--list]
+#   scripts/gpu_day.sh look|smoke|figures1|figures2|stages [OUT] [--device cpu|cuda] [--seconds N] [--only STEP,...] [--list]
 #     look      what is there, one job behind all walls, the tests that need a GPU, what the GPU does to bubbles
 #     smoke     short trainings with ghost stages: does everything work
 #     figures1  slowdown, harvest, delays and overruns of one stage with ghosts, time-sliced and under MPS
-#     figures2  another schedule; whether weights and losses are the same, of ghosts' and of real stages; --fill-free-waits
+#     figures2  another schedule; whether weights are the same with jobs and without
+#     stages    real stages: whether losses are the same; --fill-free-waits
 # OUT (default: $OUT, else runs/gpu-day) gets PART.json, which is written after every step, PART.log, and PART.tgz with the
 # logs, records and reports of all steps.  Each step has its own time limit, and one that fails does not stop the others;
 # --seconds bounds them all (580).  On a machine without an NVIDIA driver it is a rehearsal on the CPU, in which every
@@ -17,7 +18,7 @@ fail() { echo "gpu_day.sh: $1" >&2; exit 2; }
 part='' out='' device='' most='' stretch=1 only='' list='' work=WORK
 while [ $# -gt 0 ]; do
     case $1 in
-        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
         --device) device=${2:-}; shift; [[ $device =~ ^(cpu|cuda)$ ]] || fail "--device is '$device'; expected cpu or cuda" ;;
         --seconds) most=${2:-}; shift; [[ $most =~ ^[1-9][0-9]{0,4}$ ]] || fail "--seconds is '$most'; expected a whole number above 0" ;;
         --only) only=${2:-}; shift; [[ $only =~ ^[a-z0-9,-]+$ ]] || fail "--only is '$only'; expected names of steps, with commas between" ;;
@@ -27,7 +28,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[[ $part =~ ^(look|smoke|figures1|figures2)$ ]] || fail "the part is '$part'; expected look, smoke, figures1 or figures2"
+[[ $part =~ ^(look|smoke|figures1|figures2|stages)$ ]] || fail "the part is '$part'; expected look, smoke, figures1, figures2 or stages"
 python=${PYTHON:-$root/.venv/bin/python}
 [ -x "$python" ] || python=$(command -v python3) || fail "there is no python3"
 out=${out:-${OUT:-$root/runs/gpu-day}}
@@ -101,32 +102,36 @@ look() {
         scripts/benchmarks/gpu_task.py:Products "size=$size" --memory 4GiB --device "$where" --seconds 3 --keep "$work/keep/try"
     # shellcheck disable=SC2016
     step doctor 25 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
-    step tests 75 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
+    step tests 90 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
     step micro 135 "$python" scripts/benchmarks/gpu_micro.py --json @ --keep "$work/keep/micro" --seconds 1
 }
 
 smoke() {
     local model=(--model "$smaller" --waits "$waits")
-    bench profile 75 --parts profile --model "$smaller"
-    bench bubbles 60 --parts bubbles "${model[@]}"
-    bench filled 125 --parts filled "${model[@]}" "${few[@]}"
-    bench filled-mps 100 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
+    bench profile 100 --parts profile --model "$smaller" --waits "$waits"
+    bench bubbles 75 --parts bubbles "${model[@]}"
+    bench filled 120 --parts filled "${model[@]}" "${few[@]}"
+    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
 }
 
 figures1() {
     local model=(--model "$larger" --waits "$waits")
-    bench profile 75 --parts profile --model "$larger"
-    bench filled 140 --parts filled "${model[@]}" "${some[@]}"
-    bench filled-mps 115 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
-    bench no-gate 95 --parts no-gate "${model[@]}" "${some[@]}"
-    bench no-gate-mps 95 --parts no-gate "${model[@]}" --sharing "$mps" "${some[@]}"
+    bench profile 100 --parts profile --model "$larger" --waits "$waits"
+    bench filled 120 --parts filled "${model[@]}" "${some[@]}"
+    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
+    bench no-gate 110 --parts no-gate "${model[@]}" "${some[@]}"
+    bench no-gate-mps 110 --parts no-gate "${model[@]}" --sharing "$mps" "${some[@]}"
 }
 
 figures2() {
-    bench filled-interleaved 150 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
-    bench identity 175 --parts identity --model "$smaller" --waits "$waits"
-    step stages 110 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/stages" --device "$device" --iterations 20 --most-seconds $((34 * stretch))
-    step free-waits 105 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((92 * stretch))
+    bench profile 100 --parts profile --model "$smaller" --waits "$waits"
+    bench filled-interleaved 165 --parts filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
+    bench identity 180 --parts identity --model "$smaller" --waits "$waits"
+}
+
+stages() {
+    step losses 165 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/losses" --device "$device" --iterations 20 --most-seconds $((50 * stretch))
+    step free-waits 125 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((115 * stretch))
 }
 
 if [ "$device" = cpu ]; then
@@ -134,7 +139,7 @@ if [ "$device" = cpu ]; then
     stretch=8 small=(--device cpu --block 2 --pairs 2 --warmup 6 --startup-seconds 10 --baseline-seconds 1)
     few=() some=() smaller=tiny larger=tiny waits=host mps=timeslice size=192 where=cpu
 else
-    small=(--block 4 --warmup 15 --startup-seconds 25 --baseline-seconds 5) few=(--pairs 3) some=(--pairs 6)
+    small=(--block 4 --warmup 15 --startup-seconds 25 --baseline-seconds 5) few=(--pairs 3) some=(--pairs 5)
     smaller=350m larger=1.3b waits=stream mps=mps size=4096 where=cuda:0
 fi
 most=${most:-$((580 * stretch))}
@@ -143,6 +148,7 @@ case $part in
     smoke) smoke ;;
     figures1) figures1 ;;
     figures2) figures2 ;;
+    stages) stages ;;
 esac
 [ -z "$list" ] || exit 0
 "$python" scripts/benchmarks/gpu_day.py table "$json"

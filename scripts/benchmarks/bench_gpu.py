@@ -5,7 +5,7 @@ this stage waits and the GPU is idle, as in the whole job; several real stages o
 BERT training runs in the bubbles. A call measures one variant: how jobs share the GPU, how ghosts wait, the schedule,
 the model and the guard. Its parts:
 
-* ``profile``: the job alone, into a store, so that it is not measured in bubbles;
+* ``profile``: the job alone, into a store, so that it is not measured in bubbles, and the pace of the training;
 * ``bubbles``: without jobs, whether bubbles are as long as the ghosts wait;
 * ``filled``: slowdown in pairs of blocks, harvest ratio, fill efficiency (work per second of bubble against work per
   second alone, after the training, on the same device), bubble to first step, overruns and their share of the bubbles,

@@ -88,7 +88,7 @@ def _us(spread: dict[str, float]) -> str:
     return f"p50 {spread['p50']:.0f}, p99 {spread['p99']:.0f} us"
 
 
-def _stages(found: dict[str, Any]) -> list[str]:
+def _losses(found: dict[str, Any]) -> list[str]:
     same = "the same, to the bit" if found["identical"] else f"NOT the same from {found['first_that_differs']} on"
     return [f"losses of {found['iterations']} iterations: {same}", f"harvest ratio {found['harvest_ratio']:.4g}"]
 
@@ -107,6 +107,6 @@ _OF: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "machine": _look,
     "doctor": _doctor,
     "micro": _micro,
-    "stages": _stages,
+    "losses": _losses,
     "free-waits": _free_waits,
 }

@@ -47,7 +47,7 @@ _PACE_ITERATIONS = 5
 _NOT_EMULATED = "the rehearsal is without emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
 _BUBBLES_ITERATIONS = {"cuda": 20, "cpu": 10}  # a rehearsal is small
 _MARKS_ITERATIONS = {"cuda": 40, "cpu": 10}
-PROFILE_S, START_S, END_S = 25.0, 15.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
+PROFILE_S, START_S, END_S = 45.0, 25.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
 
 
 def blocks_of(options: argparse.Namespace, pace_s: float) -> Blocks:
@@ -69,7 +69,7 @@ def least_s(part: str, options: argparse.Namespace, device: str, pace_s: float) 
 
     match part:
         case "profile":
-            return PROFILE_S
+            return PROFILE_S + training_s(_PACE_ITERATIONS)
         case "bubbles":
             return training_s(options.warmup + _BUBBLES_ITERATIONS[device])
         case "identity":
@@ -201,11 +201,11 @@ class Bench:
 
 
 def profile(bench: Bench) -> dict[str, Any]:
-    """The job by itself: its nodes."""
+    """The job by itself: its nodes; and how long an iteration of the training takes, which later parts need."""
     found = bench.profiles()["bert"]
     nodes_ms = [node["duration_ns"] / 1e6 for node in found[0]["nodes"]]
     return {"configurations": len(found), "nodes": len(nodes_ms), "iteration_ms": sum(nodes_ms),
-            "longest_node_ms": max(nodes_ms)}  # fmt: skip
+            "longest_node_ms": max(nodes_ms), "pace_ms": bench.pace_s() * 1000}  # fmt: skip
 
 
 def bubbles(bench: Bench) -> dict[str, Any]:

@@ -28,18 +28,18 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     warm = shlex.join(benchmark("gpu_identity"))
     python.write_text(PYTHON.format(warm=warm, python=shlex.quote(sys.executable)), encoding="utf-8")
     python.chmod(0o755)
-    flags = ["--device", "cpu", "--only", "stages", "--seconds", "800"]  # less than this test may take
+    flags = ["--device", "cpu", "--only", "losses", "--seconds", "800"]  # less than this test may take
     done = subprocess.run(
-        ["bash", "scripts/gpu_day.sh", "figures2", str(tmp_path), *flags],
+        ["bash", "scripts/gpu_day.sh", "stages", str(tmp_path), *flags],
         cwd=ROOT,
         env=os.environ | {"PYTHON": str(python), REST: str(REST_MS)},
         capture_output=True,
         text=True,
         check=False,
     )
-    content = json.loads((tmp_path / "figures2.json").read_text(encoding="utf-8"))
+    content = json.loads((tmp_path / "stages.json").read_text(encoding="utf-8"))
     (step,) = content["steps"]
-    log = (tmp_path / "figures2.log").read_text(encoding="utf-8")
+    log = (tmp_path / "stages.log").read_text(encoding="utf-8")
     assert (done.returncode, step["result"]) == (0, "ran"), (step, log)
     assert (content["rehearsal"], content["device"]) == (True, "cpu")
     assert step["found"]["identical"]
@@ -48,8 +48,8 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     assert "REHEARSAL on the CPU" in done.stdout
     assert "iterations: the same, to the bit" in done.stdout
     assert "gpu_identity.py" in log
-    with tarfile.open(tmp_path / "figures2.tgz") as packed:
-        names = {name.removeprefix("keep/stages/") for name in packed.getnames()}
+    with tarfile.open(tmp_path / "stages.tgz") as packed:
+        names = {name.removeprefix("keep/losses/") for name in packed.getnames()}
     assert {"with.log", "without.log", "run/report.json"} <= names
 
 

@@ -84,7 +84,7 @@ def test_free_waits_without_two_gpus_are_not_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ([], "the part is ''; expected look, smoke, figures1 or figures2"),
+        ([], "the part is ''; expected look, smoke, figures1, figures2 or stages"),
         (["watch"], "the part is 'watch'; expected look"),
         (["look", "--device", "tpu"], "--device is 'tpu'; expected cpu or cuda"),
         (["look", "--seconds", "0"], "--seconds is '0'; expected a whole number above 0"),
@@ -241,7 +241,7 @@ def test_figures_of_real_stages_say_whether_losses_are_the_same():
     assert (other["identical"], other["first_that_differs"]) == (False, 2)
     assert gpu_identity.verdict({}, {})["identical"] is False
     assert gpu_identity.verdict({1: math.inf}, {1: math.inf})["finite"] is False
-    assert figures("stages", other | {"harvest_ratio": 0.5}) == [
+    assert figures("losses", other | {"harvest_ratio": 0.5}) == [
         "losses of 2 iterations: NOT the same from 2 on",
         "harvest ratio 0.5",
     ]

@@ -16,9 +16,9 @@ from scripts.benchmarks.micro.parts import ACTOR_S
 from tests.unit.benchmarks.test_gpu_day import day
 
 ROOT = Path(__file__).resolve().parents[3]
-PARTS = ("look", "smoke", "figures1", "figures2")
+PARTS = ("look", "smoke", "figures1", "figures2", "stages")
 MOST_S = 580  # of the ten minutes that a command may take there
-DAY_S = 1860
+DAY_S = 2160
 MACHINE_S = 60  # the start of the machine, out of the same time
 SLOW_S = 0.6  # an iteration
 SMI_S = 3.0  # an answer of nvidia-smi where no other process has the driver open
@@ -31,13 +31,13 @@ def steps_of(part: str) -> dict[str, tuple[int, list[str]]]:
     return {name: (int(limit), command.split()) for limit, name, command in found}
 
 
-def test_a_part_takes_less_than_ten_minutes_whatever_its_steps_do_and_all_take_31_minutes():
+def test_a_part_takes_less_than_ten_minutes_whatever_its_steps_do_and_all_take_36_minutes():
     limits = [sum(limit for limit, _ in steps_of(part).values()) for part in PARTS]
     assert max(limits) <= MOST_S
     assert MACHINE_S + sum(limits) < DAY_S
 
 
-@pytest.mark.parametrize("part", PARTS[1:])
+@pytest.mark.parametrize("part", PARTS[1:4])
 def test_each_training_has_the_time_that_it_takes_at_a_slow_pace(part, monkeypatch):
     paced: set[str] = set()
     trained = 0
@@ -47,23 +47,23 @@ def test_each_training_has_the_time_that_it_takes_at_a_slow_pace(part, monkeypat
         monkeypatch.setattr(sys, "argv", command[1:])
         _, options = bench_gpu.parsed()
         least_s = sum(least_s_of(one, options, "cuda", SLOW_S) for one in options.parts)
-        if {"filled", "identity"} & set(options.parts):
+        if {"profile", "filled", "identity"} & set(options.parts):
             variant = f"{options.waits} {options.schedule} {options.model}"
-            least_s += 0 if variant in paced else START_S + 10 * SLOW_S + END_S
+            least_s += 0 if variant in paced or options.parts == ["profile"] else START_S + 10 * SLOW_S + END_S
             paced.add(variant)
-            trained += 1
+            trained += options.parts != ["profile"]
         assert least_s <= options.budget_seconds < limit, name
     assert trained >= 2
 
 
 def test_trainings_of_real_stages_have_the_time_that_they_take_at_a_slow_pace():
-    steps = steps_of("figures2")
+    steps = steps_of("stages")
     limit, command = steps["free-waits"]
     options = gpu_free_waits.parsed(command[2:])
     least_s = gpu_free_waits.least_s(options, SLOW_S)
     assert least_s == 2 * (START_S + 10 + 25 * SLOW_S + END_S)
     assert least_s <= options.budget_seconds < limit
-    limit, command = steps["stages"]
+    limit, command = steps["losses"]
     options = gpu_identity.parsed(command[2:])
     assert options.iterations * SLOW_S < options.most_seconds
     assert gpu_identity.least_s(options, SLOW_S) == 2 * (START_S + options.most_seconds + END_S)
