@@ -10,7 +10,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from megatron.fill.account import EVALUATION
+from megatron.fill.account import EVALUATION, HOST, LOOP, START
 from megatron.fill.attached import attached
 from megatron.fill.hooks import bus
 from megatron.fill.launcher import local_rank, ranks_here
@@ -26,13 +26,13 @@ _TRAIN_STEP = Target(
     ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config",
      "forward_backward_func", "iteration"),
 )  # fmt: skip
+_TRAIN = Target(f"{_TRAINING}:train", ("forward_step_func", "model", "optimizer"))
 _EVALUATE = Target(f"{_TRAINING}:evaluate", ("forward_step_func", "data_iterator", "model"))
 _SAVE = Target(f"{_TRAINING}:save_checkpoint_and_time", ("iteration", "model", "optimizer"))
 # Every capture ends here: Megatron's of a layer, of an iteration and of the optimizer, and Transformer Engine's.
 _CAPTURE = Target("torch.cuda.graphs:graph.__exit__", ("self",))
 _LOG = Target(f"{_TRAINING}:training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"))
 _LOAD = Target(f"{_TRAINING}:load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
-_LOG = Target(f"{_TRAINING}:training_log", ())
 _GRADIENTS = Target(f"{_TRAINING}:finalize_model_grads", ("model", "num_tokens"))
 _NEXT_BATCH = Target("megatron.core.rerun_state_machine:RerunDataIterator.__next__", ("self",))
 _ZERO_GRADIENTS = Target("megatron.core.distributed:DistributedDataParallel.zero_grad_buffer", ("self",))
@@ -65,7 +65,7 @@ def _rank_info() -> RankInfo:
 
 def _install(stack: contextlib.ExitStack) -> None:
     holder, name = _TRAIN_STEP.resolve()
-    train_step = getattr(holder, name)
+    train_step = _accounted(getattr(holder, name), HOST)
 
     @functools.wraps(train_step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
@@ -132,6 +132,8 @@ def _write_figures(iteration: int) -> None:
 
 def _install_account(stack: contextlib.ExitStack) -> None:
     """Bracket what a training does outside of passes and waits."""
+    holder, name = _TRAIN.resolve()
+    replace(stack, holder, name, _looped(getattr(holder, name)))
     for target, what, whole in (
         (_EVALUATE, EVALUATION, False),
         (_SAVE, "save", True),
@@ -152,10 +154,21 @@ def _install_account(stack: contextlib.ExitStack) -> None:
     for kind in kinds:
         kinds += kind.__subclasses__()
         for name in {"step", "zero_grad"} & vars(kind).keys():
-            replace(stack, kind, name, _accounted(getattr(kind, name), "optimizer", False))
+            replace(stack, kind, name, _accounted(getattr(kind, name), "optimizer"))
 
 
-def _accounted(original: Callable[..., Any], what: str, whole: bool) -> Callable[..., Any]:
+def _looped(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the training loop, which belongs to the start-up until its first iteration."""
+    in_start, later = _accounted(original, START), _accounted(original, LOOP)
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (later if bus.account.settled else in_start)(*args, **kwargs)
+
+    return run
+
+
+def _accounted(original: Callable[..., Any], what: str, whole: bool = False) -> Callable[..., Any]:
     account = bus.account
 
     @functools.wraps(original)
@@ -194,5 +207,5 @@ PATCH = Patch(
     "training_loop",
     "iterations begin and end in train_step; the drain hides in the collectives inside it",
     _install,
-    (_TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE, _LOG),
+    (_TRAIN, _TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE, _LOG),
 )

@@ -16,7 +16,8 @@ from threading import get_ident
 
 UNNAMED = "unnamed"
 START = "start-up"
-HOST = "host"  # Megatron's own code in a schedule, between passes and waits
+HOST = "host"  # Megatron's own code in an iteration, between passes and waits
+LOOP = "training loop"  # its code between iterations
 EVALUATION = "evaluation"
 EVALUATION_WAIT = "evaluation wait"
 # The training's own computation.  All other names but UNNAMED are idle time of its device.
@@ -71,11 +72,12 @@ class Account:
         self._whole = 0  # depth of a bracket that counts as a whole; 0 for none
 
     def settle(self) -> None:
-        """End the start-up."""
+        """End the start-up: a bracket of it that goes on, such as the training loop's, is ``LOOP`` from now on."""
         if not self.settled:
             self.settled = True
             self._cut(self._stack[self._whole or -1])
-            self._stack[0] = self._spent[UNNAMED]
+            start, loop = self._spent[START], self._spent.setdefault(LOOP, [0, 0, 0])
+            self._stack[:] = [self._spent[UNNAMED], *(loop if spent is start else spent for spent in self._stack[1:])]
 
     def enter(self, name: str, *, whole: bool = False) -> int:
         """Begin a bracket.

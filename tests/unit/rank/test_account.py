@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.fill.account import LONG_NS, UNNAMED, Account, Spent
+from megatron.fill.account import LONG_NS, LOOP, START, UNNAMED, Account, Spent
 from megatron.fill.hooks import BubbleBus
 from megatron.fill.types import CycleKey
 
@@ -37,6 +37,22 @@ def test_a_bracket_has_its_own_time_without_that_of_the_brackets_inside():
         clock.now_ns += 1
     clock.now_ns += 2
     assert ns_of(account) == {"start-up": 5, "forward": 11, "tensor group": 3, UNNAMED: 2}
+
+
+def test_a_bracket_of_the_start_up_that_goes_on_is_the_training_loop():
+    account, clock = make()
+    clock.now_ns = 5
+    with account.within(START):
+        clock.now_ns += 10
+        with account.within("load"):
+            clock.now_ns += 3
+        account.settle()
+        account.settle()
+        with account.within("forward"):
+            clock.now_ns += 7
+        clock.now_ns += 1
+    clock.now_ns += 2
+    assert ns_of(account) == {START: 15, "load": 3, "forward": 7, LOOP: 1, UNNAMED: 2}
 
 
 def test_a_whole_contains_what_is_inside():
