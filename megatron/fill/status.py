@@ -58,6 +58,7 @@ class Cause(StrEnum):
     # It did not begin.
     NOT_ALLOWED = "not-allowed"
     NO_MEMORY = "no-memory"
+    QUOTA = "quota"  # of its user
     NOT_STARTED = "not-started"
     # Its agent is gone, or failed.
     AGENT_FAILED = "agent-failed"
@@ -113,6 +114,7 @@ CAUSES: dict[Cause, str] = dict.fromkeys(Cause, "{}") | {
     Cause.OVERTIME: "it used more than {} s of CPU time outside bubbles, though it was stopped there",
     Cause.GAVE_UP: "the worker gave up without being asked to",
     Cause.NO_MEMORY: "too little memory: {}",
+    Cause.QUOTA: "its user {}, the quota; it waits",
     Cause.NOT_STARTED: "it could not be started: {}",
     Cause.AGENT_FAILED: "its agent failed: {}",
     Cause.AGENT_DIED: "its agent died",

@@ -243,6 +243,26 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """The most that the jobs of each user may take, over all trainings that serve one store.
+
+    Attributes:
+        jobs: number of jobs that run at a time; None for any number.
+        device_hours: hours inside steps and inside bubbles, of the jobs that ended in the last ``days`` or have not
+            ended; None for any number.
+    """
+
+    jobs: int | None = None
+    device_hours: float | None = None
+    days: float = 30.0
+
+    def __str__(self) -> str:
+        jobs = [] if self.jobs is None else [f"at most {self.jobs} running"]
+        hours = [] if self.device_hours is None else [f"{self.device_hours:g} device-hours in {self.days:g} days"]
+        return ", ".join(jobs + hours)
+
+
+@dataclass(frozen=True, slots=True)
 class JobRecord:
     """The outcome of an attempt at a job, or its progress so far.
 

@@ -82,7 +82,9 @@ class Agent:
         memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
         margin_bytes = spec.margin_bytes + device.overhead_bytes
-        ranking = Ranking(spec.policy, name, fingerprint(spec.device), board, margin_bytes, memory.room_bytes)
+        ranking = Ranking(
+            spec.policy, name, fingerprint(spec.device), board, margin_bytes, memory.room_bytes, spec.quota
+        )
         last_word = LastWord(spec.left_fd)
         if dead:
             last_word.succeed()

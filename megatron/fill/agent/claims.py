@@ -138,12 +138,16 @@ class Claims:
                 return None
             time.sleep(min(self._patience.tick_s, max(0.0, end - time.monotonic())))
 
-    def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str) -> Claim | None:
-        """Claim the first job of ``wanted``'s list that is free; None if there is none."""
+    def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str, most: int | None = None) -> Claim | None:
+        """Claim the first job of ``wanted``'s list that is free; None if there is none.
+
+        Args:
+            most: number of jobs of one user that may run at a time; None for any number.
+        """
 
         def take(store: JobStore) -> Claim | None:
             numbers = wanted(store)
-            return store.claim(self.owner, numbers, self.lease_s, device) if numbers else None
+            return store.claim(self.owner, numbers, self.lease_s, device, most) if numbers else None
 
         return self.ask(take)
 

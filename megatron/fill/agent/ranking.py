@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill import untrusted
+from megatron.fill.agent.quotas import within_quota
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
@@ -24,6 +25,7 @@ from megatron.fill.scheduler.policies import MOST_JOBS, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store.port import DeviceEntry, Job, JobStore, Progress
+from megatron.fill.types import Quota
 from megatron.fill.worker.nodes import PLAN
 
 logger = logging.getLogger("pipefill.agent")
@@ -51,6 +53,7 @@ class Ranking:
         board: the page with its bubble cycle.
         margin_bytes: memory that stays free on every device.
         room: returns the memory cap of a worker here, by what is free now too; None to use the cycle alone.
+        quota: most that the jobs of each user may take; None for all.
 
     Attributes:
         misfits: the jobs that were found not to fit the bubbles here.
@@ -64,6 +67,7 @@ class Ranking:
         board: CycleBoardReader,
         margin_bytes: int = 0,
         room: Callable[[BubbleCycle], int] | None = None,
+        quota: Quota | None = None,
     ) -> None:
         self.policy = parse_policy(policy)
         self._weighs_users = self.policy.weighs_users
@@ -71,6 +75,7 @@ class Ranking:
         self.fingerprint = fingerprint
         self.board = board
         self.margin_bytes = margin_bytes
+        self.quota = quota
         self.room = room or (lambda cycle: room_bytes(cycle, margin_bytes))
         self.misfits = Misfits(device, board)
         self._explained = 0  # the board's version at the latest messages to users of waiting jobs
@@ -104,6 +109,8 @@ class Ranking:
         """
         tail = beside is not None
         waiting = may_begin(store, store.list({JobState.QUEUED}))
+        if self.quota is not None:
+            waiting = within_quota(store, waiting, self.quota)
         if tail:
             waiting = for_tails(waiting, store.devices())
         jobs = [job for job in waiting[: self.policy.most_jobs] if self.misfits.may_fit(job.id, tail)]

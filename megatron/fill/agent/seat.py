@@ -85,7 +85,9 @@ class Seat:
             return False
         if context.device.name != "cpu" and context.board.read() is None:
             return False  # before the first iterations, the memory that the training leaves at its peak is unknown
-        claim = context.claims.claim(lambda store: self._wanted(store, beside), context.name)
+        quota = context.spec.quota
+        most = None if quota is None else quota.jobs
+        claim = context.claims.claim(lambda store: self._wanted(store, beside), context.name, most)
         if claim is None:
             self._idle()
             return False

@@ -11,6 +11,7 @@ from megatron.fill.operate.spec import MetricsSpec
 from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
 from megatron.fill.store.port import NewJob
+from megatron.fill.types import Quota
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class AgentSpec(Spec):
         margin_bytes: device memory that the jobs leave free beyond the training's peak.
         emulate: emulation of a device that does not preempt, on the CPU; None for no emulation.
         metrics: settings of the node's metrics server, on one rank of each node; None for none.
+        quota: most that the jobs of each user may take; None for all.
         policy: scheduling policy, as text for ``parse_policy``.
         lease_s: time in seconds after which a silent agent's jobs go back to the queue.
         checkpoint_s: time in seconds between two checkpoints of a resumable job.
@@ -72,3 +74,4 @@ class AgentSpec(Spec):
     mps_pipe: str | None
     sm_percentage: int
     metrics: MetricsSpec | None = None
+    quota: Quota | None = None

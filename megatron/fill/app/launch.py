@@ -228,6 +228,7 @@ class Launch:
             sandbox={layer.name: layer.lacks for layer in self.sandbox.layers},
             trace_iterations=settings.trace_iterations,
             prices=settings.price,
+            quota=settings.users_quota,
             warmup=settings.warmup_iterations if settings.serves else None,
             paired_blocks=settings.paired_blocks,
         )

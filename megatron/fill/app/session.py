@@ -184,6 +184,7 @@ class Session:
             mps_pipe=None if self.mps is None else str(self.mps.pipe),
             sm_percentage=settings.sm_percentage,
             metrics=self._metrics_spec(store),
+            quota=settings.users_quota,
         )
         agents = self.run_dir / AGENTS
         spec_path = agents / f"spec{self.info.rank}.json"

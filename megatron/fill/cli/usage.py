@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron.fill.cli.options import Json, Store, opened, seconds
+from megatron.fill.display import one_line
 from megatron.fill.errors import ConfigError, FillError
+from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
+    from megatron.fill.records import Segment
     from megatron.fill.store import Job
 
 _DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")
@@ -39,10 +42,12 @@ class Used:
     Attributes:
         jobs: number of its jobs.
         device_s: seconds inside steps and inside bubbles.
+        running: number of those that run now, as the setting ``quota`` counts them.
         cost: their price, as far as it is known; None if it is not at all.
     """
 
     jobs: int = 0
+    running: int = 0
     device_s: float = 0.0
     steps: int = 0
     cost: float | None = None
@@ -78,23 +83,29 @@ def usage(
     with opened(store) as opened_store:
         first_s = None if span_s is None else opened_store.now_s() - span_s
         jobs = [job for job in opened_store.list() if _within(job, first_s)]
-    prices = {run: _price(run) if price is None else price for run in {_run(job) for job in jobs}}
+    segments = {run: _segment(run) for run in sorted({_run(job) for job in jobs})}
+    prices = {run: _price(segment) if price is None else price for run, segment in segments.items()}
+    quotas = {run: segment.quota for run, segment in segments.items() if segment is not None and segment.quota}
     found = used(jobs, by, prices)
     total = Used(
         sum(one.jobs for one in found.values()),
+        sum(one.running for one in found.values()),
         sum(one.device_s for one in found.values()),
         sum(one.steps for one in found.values()),
         sum(one.cost or 0.0 for one in found.values()) if any(one.cost is not None for one in found.values()) else None,
     )
     if as_json:
         rows = [{by.value: name, **asdict(one)} for name, one in found.items()]
-        print(json.dumps({"by": by, "rows": rows, "total": asdict(total)}, indent=2))
+        limits = {run: asdict(quota) for run, quota in quotas.items()}
+        print(json.dumps({"by": by, "rows": rows, "total": asdict(total), "quotas": limits}, indent=2))
     elif as_csv:
         writer = csv.writer(sys.stdout)
         writer.writerow([by.value, *asdict(total)])
         writer.writerows([name, *asdict(one).values()] for name, one in found.items())
     else:
         _print(by, {**found, "all": total}, total.cost is not None)
+        for run, quota in quotas.items():
+            print(one_line(f"quota of each user in {run}: {quota}"))
     unpriced = [job for job in jobs if prices[_run(job)] is None]
     if unpriced and total.cost is not None:
         typer.echo(
@@ -105,7 +116,8 @@ def usage(
 
 
 def _within(job: Job, first_s: float | None) -> bool:
-    return job.progress.steps > 0 and (first_s is None or job.finished_s is None or job.finished_s >= first_s)
+    begun = job.progress.steps > 0 or job.state is JobState.RUNNING
+    return begun and (first_s is None or job.finished_s is None or job.finished_s >= first_s)
 
 
 def used(jobs: Iterable[Job], by: By, prices: Mapping[str, float | None]) -> dict[str, Used]:
@@ -118,6 +130,7 @@ def used(jobs: Iterable[Job], by: By, prices: Mapping[str, float | None]) -> dic
     for job in jobs:
         one = found[_name(job, by)]
         one.jobs += 1
+        one.running += job.state is JobState.RUNNING
         one.device_s += job.progress.harvested_s
         one.steps += job.progress.steps
         price = prices[_run(job)]
@@ -138,15 +151,19 @@ def _run(job: Job) -> str:
     return match["run"] if match else "-"
 
 
-def _price(run: str) -> float | None:
-    """Return what a device-hour of a run costs by its setting ``price``; None if it has none or is not there."""
+def _segment(run: str) -> Segment | None:
+    """Return the last segment of a run; None if it is not there."""
     from megatron.fill.records import last_segment
 
     try:
-        segment = last_segment(Path(run))
+        return last_segment(Path(run))
     except (FillError, OSError):
         return None
-    return None if segment.prices is None else segment.prices.main / segment.ranks
+
+
+def _price(segment: Segment | None) -> float | None:
+    """Return what a device-hour of a run costs by its setting ``price``; None if it has none or is not there."""
+    return None if segment is None or segment.prices is None else segment.prices.main / segment.ranks
 
 
 def _print(by: By, rows: dict[str, Used], priced: bool) -> None:
@@ -154,13 +171,12 @@ def _print(by: By, rows: dict[str, Used], priced: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from megatron.fill.display import one_line
-
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(by.upper(), overflow="fold")
-    for heading in ("JOBS", "DEVICE S", "STEPS", *(["COST"] if priced else [])):
+    for heading in ("JOBS", "RUNNING", "DEVICE S", "STEPS", *(["COST"] if priced else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, one in rows.items():
         cost = ["-" if one.cost is None else f"{one.cost:,.4f}"] if priced else []
-        table.add_row(Text(one_line(name)), str(one.jobs), f"{one.device_s:,.1f}", f"{one.steps:,}", *cost)
+        cells = [str(one.jobs), str(one.running), f"{one.device_s:,.1f}", f"{one.steps:,}", *cost]
+        table.add_row(Text(one_line(name)), *cells)
     Console(highlight=False).print(table)

@@ -14,7 +14,7 @@ from megatron.fill.given.jobs import matching
 from megatron.fill.given.plainyaml import PlainYaml, PlainYamlError, parse_yaml
 from megatron.fill.given.problems import Place, explain, shown
 from megatron.fill.given.quantities import checked_prices
-from megatron.fill.types import Prices
+from megatron.fill.types import Prices, Quota
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FLAG = "--fill-settings"
@@ -54,6 +54,22 @@ class Metrics(BaseModel):
             raise ValueError(f"others reach {self.address}; expected a token_file with it")
         if importlib.util.find_spec("prometheus_client") is None:
             raise ValueError("prometheus_client is missing; expected: pip install 'pipefill[metrics]'")
+        return self
+
+
+class UsersQuota(BaseModel):
+    """The most that the jobs of each user may take, as in ``types.Quota``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    jobs: Count | None = None
+    device_hours: Above0 | None = None
+    days: Above0 = 30.0
+
+    @model_validator(mode="after")
+    def _checked(self) -> UsersQuota:
+        if self.jobs is None and self.device_hours is None:
+            raise ValueError("it limits nothing; expected jobs, device_hours or both")
         return self
 
 
@@ -110,6 +126,11 @@ class SiteSettings(BaseModel):
         "a port: each node then answers GET /metrics there, for Prometheus, on 127.0.0.1 only; or {port: P, address: "
         "0.0.0.0, token_file: FILE}, which answers to requests with the bearer token in that file (docs/operate.md)",
     )
+    quota: UsersQuota | None = _setting(
+        None,
+        "{jobs: N, device_hours: H, days: D}: the most that the jobs of each user may take of the store's trainings: N "
+        "that run at a time, H hours in bubbles in D days (30); the others wait, and say so",
+    )
     trace_iterations: Count = _setting(3, "last iterations that trace.json holds")
     emulate: Literal["completion", "slices", "free-slices"] | None = _setting(
         None,
@@ -117,6 +138,11 @@ class SiteSettings(BaseModel):
         "to completion, or takes turns of 2 ms with the training, in bubbles too or (free-slices) after them only (it "
         "takes the right to real-time priorities)",
     )
+
+    @property
+    def users_quota(self) -> Quota | None:
+        """The setting ``quota``, for agents and records."""
+        return None if self.quota is None else Quota(**self.quota.model_dump())
 
 
 def load_settings(given: Sequence[str], others: Sequence[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from megatron.fill.records.agent import Attempts, read_agent
 from megatron.fill.records.files import NothingRecorded, head, note, read_lines
 from megatron.fill.records.rank import read_rank
 from megatron.fill.records.unwritten import Unwritten, in_memory
-from megatron.fill.types import Prices, RankRecord
+from megatron.fill.types import Prices, Quota, RankRecord
 
 _SEGMENT = "segment.json"
 _FAILED = "failed"  # file in a segment's folder: the number of the rank that failed first
@@ -54,6 +54,7 @@ class Segment:
         sandbox: layers of the sandbox, by name, with the reason why a layer was missing (empty if it was not).
         trace_iterations: number of iterations for the trace.
         prices: prices of an hour given at its start; None for none.
+        quota: most that the jobs of each user might take; None for all.
         warmup: iterations before filling begins; None if it serves no jobs.
         paired_blocks: iterations in a block with or without filling; 0 for no blocks.
     """
@@ -68,6 +69,7 @@ class Segment:
     sandbox: Mapping[str, str] = field(default_factory=dict)
     trace_iterations: int = 3
     prices: Prices | None = None
+    quota: Quota | None = None
     warmup: int | None = None
     paired_blocks: int = 0
     ended_s: float | None = None
@@ -203,6 +205,7 @@ def begin_segment(
     sandbox: Mapping[str, str] | None = None,
     trace_iterations: int = 3,
     prices: Prices | None = None,
+    quota: Quota | None = None,
     warmup: int | None = None,
     paired_blocks: int = 0,
 ) -> OpenSegment:
@@ -223,7 +226,7 @@ def begin_segment(
         else:
             break
     segment = Segment(folder, number, command, time.time(), ranks, tuple(jobs), store, sandbox or {}, trace_iterations)
-    return OpenSegment(replace(segment, prices=prices, warmup=warmup, paired_blocks=paired_blocks))
+    return OpenSegment(replace(segment, prices=prices, quota=quota, warmup=warmup, paired_blocks=paired_blocks))
 
 
 def note_failure(folder: Path, rank: int) -> bool:
@@ -270,11 +273,12 @@ def _segment(folder: Path, number: int) -> Segment | None:
             return None
         content = next(read_lines(path, "segment"))
         del content["version"], content["kind"]
-        prices = content["prices"]
+        prices, quota = content["prices"], content.get("quota")  # earlier versions had no quotas
         ended = content["ended_s"] is not None
         ending = SegmentEnding(content["ending"]) if ended else _unsaid(folder)
         content |= {"folder": folder, "number": number, "ending": ending, "jobs": tuple(content["jobs"])}
-        return Segment(**content | {"prices": None if prices is None else Prices(**prices)})
+        content |= {"prices": prices and Prices(**prices), "quota": quota and Quota(**quota)}
+        return Segment(**content)
     except NothingRecorded:
         return None
     except (KeyError, TypeError, ValueError) as error:

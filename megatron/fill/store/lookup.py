@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from megatron.fill.errors import JobError
 from megatron.fill.store import checks
@@ -54,10 +54,16 @@ def held(transaction: Transaction, claim: Claim) -> Job | None:
     return job if held else None
 
 
-def first_free(transaction: Transaction, ids: Sequence[int], device: str) -> Job | None:
-    """The first job of ``ids`` that is QUEUED and not reserved for another device; None if there is none."""
+def first_free(transaction: Transaction, ids: Sequence[int], device: str, full: Set[str] = frozenset()) -> Job | None:
+    """The first job of ``ids`` that is QUEUED and not reserved for another device; None if there is none.
+
+    Args:
+        full: users of whom no job may begin.
+    """
     job = transaction.first_queued(ids)
-    while job is not None and job.asked_by != checks.storable(device) and awaited(transaction, job):
+    while job is not None and (
+        job.user in full or (job.asked_by != checks.storable(device) and awaited(transaction, job))
+    ):
         ids = ids[ids.index(job.id) + 1 :]
         job = transaction.first_queued(ids)
     return job

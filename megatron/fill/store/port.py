@@ -211,11 +211,14 @@ class JobStore(Protocol):
         start.
         """
 
-    def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
+    def claim(
+        self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "", most: int | None = None
+    ) -> Claim | None:
         """Claim the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if there is none.
 
         Jobs whose lease has expired are put back to QUEUED first (``recover``).  A job is skipped if another call
-        works on it at this moment, or if another device has asked for it (``ask_for``) and is still idle.
+        works on it at this moment, if another device has asked for it (``ask_for``) and is still idle, or if ``most``
+        jobs of its user run.
         """
 
     def ask_for(self, job_id: int, attempt: int, device: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,13 +57,21 @@ class JobQueue(ABC):
     def stamp(self) -> tuple[int, int, int]:
         return self._run(lambda transaction: transaction.stamp(), write=False)
 
-    def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
+    def claim(
+        self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "", most: int | None = None
+    ) -> Claim | None:
         checks.check_lease(lease_s)
         ids = list(dict.fromkeys(job_id for job_id in wanted if checks.possible(job_id)))
 
         def work(transaction: Transaction) -> Claim | None:
+            full: set[str] = set()
+            if most is not None:
+                transaction.lock_names()  # two claims at once would both find room
             _recover(transaction)
-            job = lookup.first_free(transaction, ids, device)
+            if most is not None:
+                running = Counter(job.user for job in transaction.jobs({JobState.RUNNING}, None))
+                full = {user for user, count in running.items() if count >= most}
+            job = lookup.first_free(transaction, ids, device, full)
             if job is None:
                 return None
             now_s = transaction.now_s

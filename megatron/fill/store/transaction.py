@@ -17,7 +17,8 @@ class Transaction(Protocol):
         """The current time, by the clock that leases use."""
 
     def lock_names(self) -> None:
-        """Prevent other transactions from submitting jobs until this one ends."""
+        """Prevent other transactions from submitting and from counting jobs until this one ends; comes before any
+        other lock."""
 
     def add(self, jobs: Sequence[NewJob]) -> list[Job]:
         """Add jobs as QUEUED, numbered in this order and above all earlier jobs."""

@@ -19,7 +19,7 @@ from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.status import Cause, Status
 from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
-from megatron.fill.types import BubbleKind, JobState
+from megatron.fill.types import BubbleKind, JobState, Quota
 from megatron.fill.work import Work
 from megatron.fill.worker.nodes import PLAN
 from tests.support.memory_store import MemoryStore
@@ -151,6 +151,28 @@ def test_users_share(tmp_path):
     assert claim is not None
     bench.store.release(claim, Status(JobState.QUEUED), Progress(harvested_s=5.0), {})
     assert bench.wanted()[0] == "b"
+
+
+def test_a_user_has_no_more_than_the_quota():
+    bench = Bench()
+    bench.ranking.quota = Quota(jobs=1, device_hours=1.0, days=2.0)
+    for name, user in (("a", "ada"), ("b", "ada"), ("c", "bob"), ("d", "eve")):
+        bench.submit(name, user=user)
+    ids = {name: bench.store.find(name).id for name in "abcd"}
+    first = bench.store.claim("x", [ids["a"]], 60, most=1)
+    assert first is not None
+    assert bench.wanted() == ["c", "d"]
+    assert bench.store.get(ids["b"]).reason == "its user runs 1 job, the quota; it waits"
+    second = bench.store.claim("y", [ids["b"], ids["c"]], 60, most=1)  # as of before the first claim
+    assert second is not None
+    assert second.job.name == "c"
+    bench.store.finish(first, Status(JobState.SUCCEEDED), Progress(harvested_s=3599.0), {})
+    bench.store.finish(second, Status(JobState.SUCCEEDED), Progress(harvested_s=3600.0), {})
+    assert bench.wanted() == ["b", "d"]
+    assert bench.store.get(ids["b"]).reason == ""
+    bench.submit("e", user="bob")
+    assert bench.wanted() == ["b", "d"]
+    assert bench.store.find("e").status == Status(JobState.QUEUED, Cause.QUOTA, "has had 1 device-hours in 2 days")
 
 
 @pytest.fixture

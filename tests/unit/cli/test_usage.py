@@ -13,7 +13,7 @@ import pytest
 from megatron.fill.cli import main
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import NewJob, Progress, open_store
-from megatron.fill.types import Prices
+from megatron.fill.types import Prices, Quota
 from megatron.fill.work import Work
 from tests.support.segments import write_segment
 from tests.support.synthetic import synthetic_run
@@ -54,19 +54,30 @@ def usage(store, monkeypatch, capsys):
 def test_the_rows_add_up(usage, by, expected):
     said = json.loads(usage("--by", by, "--price", "3600", "--json"))
     assert {row[by]: row["device_s"] for row in said["rows"]} == expected
-    assert said["total"] == {"jobs": 3, "device_s": 60, "steps": 15, "cost": 60}
+    assert said["total"] == {"jobs": 3, "running": 0, "device_s": 60, "steps": 15, "cost": 60}
     assert sum(row["cost"] for row in said["rows"]) == pytest.approx(60)
 
 
 def test_the_table_fits_80_columns(usage):
     out = usage()
     assert max(map(len, out.splitlines())) <= 80
-    assert out.split()[-4:] == ["all", "3", "60.0", "15"]
+    assert out.split()[-4:] == ["3", "0", "60.0", "15"]
+
+
+def test_it_shows_who_runs_what_and_the_quota(usage, store):
+    write_segment(store / "r3", synthetic_run()[0][:2], quota=Quota(jobs=2, device_hours=1.5))
+    queue = open_store(store)
+    assert queue.claim("agent", [queue.find("waits").id], 3600, f"rank 0 of {store}/r3 on host")
+    queue.close()
+    said = usage()
+    assert ["eve", "1", "1", "0.0", "0"] in [line.split() for line in said.splitlines()]
+    assert f"quota of each user in {store}/r3: at most 2 running, 1.5 device-hours in 30 days" in said
+    assert json.loads(usage("--json"))["quotas"][f"{store}/r3"] == {"jobs": 2, "device_hours": 1.5, "days": 30}
 
 
 def test_csv_has_a_head(usage):
     rows = list(csv.reader(io.StringIO(usage("--csv", "--since", "1d"))))
-    assert rows[0] == ["user", "jobs", "device_s", "steps", "cost"]
+    assert rows[0] == ["user", "jobs", "running", "device_s", "steps", "cost"]
     assert len(rows) == 3
 
 
@@ -78,7 +89,7 @@ def test_a_run_says_what_its_devices_cost(usage, store, monkeypatch, capsys):
         "r1": pytest.approx(10),  # half of 7200 an hour for each of two devices
         "r2": None,
     }
-    assert usage("--by", "run").split()[-5:] == ["all", "3", "60.0", "15", "10.0000"]
+    assert usage("--by", "run").split()[-5:] == ["3", "0", "60.0", "15", "10.0000"]
     assert {row["run"]: row["cost"] for row in json.loads(usage("--by", "run", "--json", "--price", "0"))["rows"]} == {
         "r1": 0,
         "r2": 0,
