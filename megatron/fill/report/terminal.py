@@ -218,7 +218,7 @@ def _outside_lines(total: Totals) -> list[str]:
         f"{kind}: waited for {its.total_s:.1f} s outside the pipeline; used {its.harvested_s:.1f} s of the "
         f"{its.fillable_s:.1f} s that could be filled"
         for kind, its in total.outside.items()
-        if its.fillable_s
+        if round(its.fillable_s, 1)  # else the line would say 0.0 s
     ]
 
 

@@ -16,21 +16,26 @@ from tests.support.synthetic import MS, report_of, synthetic_run
 SEQ = 999
 
 
-def report(with_waits: bool) -> Report:
-    """Of the synthetic run: its first rank also waits in two saves after its last iteration, and fills the second."""
+def report(with_waits: bool, times: int = 1) -> Report:
+    """Of the synthetic run: its first rank also waits in two saves after its last iteration, and fills the second.
+
+    Args:
+        times: how many times as long as 50 ms and 40 ms they are.
+    """
     ranks, workers, jobs = synthetic_run()
     if with_waits:
         first, worker = ranks[0], workers[0]
         last = first.iterations[-1]
         end_ns = last.end_ns
         number = last.iteration
+        ms = times * MS
         waits = [
-            Bubble(number, 0, BubbleKind.SAVE, end_ns, end_ns + 50 * MS),
-            Bubble(number, 1, BubbleKind.SAVE, end_ns + 50 * MS, end_ns + 90 * MS, 30 * MS, SEQ, filling=True),
+            Bubble(number, 0, BubbleKind.SAVE, end_ns, end_ns + 50 * ms),
+            Bubble(number, 1, BubbleKind.SAVE, end_ns + 50 * ms, end_ns + 90 * ms, 30 * ms, SEQ, filling=True),
         ]
-        use = BubbleUse(SEQ, 0, 28 * MS, 0, 7, end_ns + 78 * MS)
+        use = BubbleUse(SEQ, 0, 28 * ms, 0, 7, end_ns + 78 * ms)
         ranks[0] = replace(first, bubbles=[*first.bubbles, *waits])
-        workers[0] = replace(worker, harvested_ns=worker.harvested_ns + 28 * MS, uses=[*worker.uses, use])
+        workers[0] = replace(worker, harvested_ns=worker.harvested_ns + 28 * ms, uses=[*worker.uses, use])
     return report_of(ranks, workers, jobs)
 
 
@@ -53,7 +58,14 @@ def test_they_count_in_the_harvest_and_in_nothing_of_the_pipeline():
 
 def test_the_table_says_how_much_was_used():
     console = Console(file=io.StringIO(), width=200)
+    print_report(report(with_waits=True, times=10), console)
+    assert isinstance(console.file, io.StringIO)
+    said = "save: waited for 0.9 s outside the pipeline; used 0.3 s of the 0.4 s that could be filled"
+    assert said in console.file.getvalue()
+
+
+def test_the_table_does_not_say_that_nothing_could_be_filled():
+    console = Console(file=io.StringIO(), width=200)
     print_report(report(with_waits=True), console)
     assert isinstance(console.file, io.StringIO)
-    said = "save: waited for 0.1 s outside the pipeline; used 0.0 s of the 0.0 s that could be filled"
-    assert said in console.file.getvalue()
+    assert "outside the pipeline" not in console.file.getvalue()
