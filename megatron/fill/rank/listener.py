@@ -102,7 +102,7 @@ class RankListener:
         self._blocks = Blocks(predictor.rule.warmup, paired_blocks, lambda: self.control.settled)
         self._last_settling = 0  # the latest iteration after the warm-up in which jobs were not settled
         self._forward_only = False
-        self._disturbed = False
+        self._disturbed: frozenset[str] = frozenset()  # what ran since the last training cycle began
         self._counts = False  # this iteration is past the warm-up and could be filled
         self._odd = False  # it was disturbed, so its time is not comparable
         self._paused = False  # filling was paused at some time in it
@@ -128,7 +128,7 @@ class RankListener:
             self.predictor.iteration_skipped()
         self._counts = self.gate is not None and self._blocks.past_warmup >= 0
         self.filling = self._counts and self._on(iteration)
-        self._odd = self._disturbed
+        self._odd = bool(self._disturbed)
         self._paused = not self.control.running
         self.recorder.iteration_started()
 
@@ -190,7 +190,7 @@ class RankListener:
         self.moved_ns = now_ns
         self.predictor.cycle_started(key, now_ns, self._disturbed)
         # One evaluation does not disturb the next; only the training iteration after them differs from the others.
-        self._disturbed = self._disturbed and key.forward_only
+        self._disturbed = self._disturbed if key.forward_only else frozenset()
         self._forward_only = key.forward_only
         if not key.forward_only:
             self.recorder.schedule = key
@@ -250,7 +250,8 @@ class RankListener:
         self.recorder.span(name, self.iteration, start_ns, end_ns)
 
     def disturbed(self, reason: str) -> None:
-        self._disturbed = self._odd = True
+        self._disturbed |= {reason}
+        self._odd = True
         # An evaluation, a checkpoint or the capture of a CUDA graph may have left less memory free than before.
         self._show_at = min(self._show_at, self._iterations_seen + 1)
 

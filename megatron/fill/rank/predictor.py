@@ -8,6 +8,10 @@ that tail.  So the latest start of a step depends on its duration and on the all
 A bubble begins when this rank is done and ends when another rank is, so both add noise to its duration.  If the other
 rank varies less, the end is predicted better from the end of the bubble before, when the two last synchronised.  Both
 are computed, and the one that varies less is used.
+
+After a save or an evaluation, ranks do not begin a cycle together as they do otherwise, so its bubbles may be shorter.
+Such a cycle is learnt from apart, and a bubble in it is expected to last as long as the shortest of the last ones there
+and of the usual prediction, whichever is shorter; no step may run on after that.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from typing import NamedTuple
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import BubbleKind, CycleKey
 
+_FEWEST_AFTER = 3  # disturbed cycles of a sort from which the next one is predicted
+_LAST_AFTER = 5  # number of them that count
 ENOUGH_TO_PLAN = 5  # number of observations of each bubble that suffice for a plan
 CASES = 8  # number of equal parts into which the recent durations are divided
 
@@ -58,17 +64,20 @@ class BubblePredictor:
         self._cycle = _Cycle()
         self._learning = False
         self._met_ns = 0
+        self._afters: dict[tuple[CycleKey, frozenset[str]], list[_After]] = {}
+        self._after: list[_After] = []  # of the present cycle, if it is disturbed
 
-    def cycle_started(self, key: CycleKey, now_ns: int, disturbed: bool = False) -> None:
+    def cycle_started(self, key: CycleKey, now_ns: int, after: frozenset[str] = frozenset()) -> None:
         """Begin a cycle, to which the bubbles observed next belong.
 
-        A ``disturbed`` cycle (after an evaluation or a checkpoint) is neither predicted nor learnt from, since its
-        first bubbles do not only wait for other stages.
+        Args:
+            after: reasons why it is disturbed, such as a checkpoint; empty for a usual cycle.
         """
         before, cycle = self._cycle, self._cycles.setdefault(key, _Cycle())
         cycle.started(now_ns, before is cycle and self._learning, self.rule)
         self._cycle = cycle
-        self._learning = not disturbed
+        self._learning = not after
+        self._after = self._afters.setdefault((key, after), []) if after else []
         self._met_ns = now_ns
 
     def iteration_skipped(self) -> None:
@@ -78,13 +87,16 @@ class BubblePredictor:
     def forecast(self, kind: BubbleKind, index: int, now_ns: int) -> Forecast:
         """Return the prediction for the bubble that opens now."""
         cycle, rule = self._cycle, self.rule
-        if not self._learning or index >= len(cycle.histories):
+        if index >= len(cycle.histories):
             return _UNKNOWN
         history = cycle.histories[index]
         if history.kind is not kind or history.seen < rule.warmup:
             return _UNKNOWN
         shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule)
         shortest_ns = max(0, shortest_ns)
+        if not self._learning:
+            shortest_ns = min(shortest_ns, self._shortest_after(kind, index))
+            return Forecast(shortest_ns, fills=shortest_ns >= rule.min_bubble_ns)
         usual_ns = max(0, sum(ends_ns)) // CASES
         share_ns = self.overrun * cycle.period_ns * cycle.share(usual_ns)
         overrun_ns = int(among_replicas(share_ns, rule.replicas, cycle.scale_ns))
@@ -92,6 +104,13 @@ class BubblePredictor:
             cycle.weight += sqrt(usual_ns)
         fills = (usual_ns if overrun_ns else shortest_ns) >= rule.min_bubble_ns
         return Forecast(shortest_ns, ends_ns, overrun_ns, fills)
+
+    def _shortest_after(self, kind: BubbleKind, index: int) -> int:
+        """Return the shortest of the last bubbles at a position of cycles disturbed like this one; 0 if unknown."""
+        after = self._after[index] if index < len(self._after) else None
+        if after is None or after.kind is not kind or len(after.last_ns) < _FEWEST_AFTER:
+            return 0
+        return min(after.last_ns)
 
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """Return the bubbles of the present cycle with their low durations in ns; empty if the cycle is too new.
@@ -110,8 +129,11 @@ class BubblePredictor:
     def observe(self, kind: BubbleKind, index: int, start_ns: int, end_ns: int) -> None:
         """Learn from a bubble's start and end."""
         met_ns, self._met_ns = self._met_ns, end_ns
+        if not self._learning:
+            self._observe_after(kind, index, end_ns - start_ns)
+            return
         histories = self._cycle.histories
-        if not self._learning or index > len(histories):
+        if index > len(histories):
             return
         if index == len(histories):
             histories.append(_History(kind))
@@ -120,6 +142,14 @@ class BubblePredictor:
             del histories[index + 1 :]
             history = histories[index] = _History(kind)
         history.add(end_ns - start_ns, end_ns - met_ns, self.rule)
+
+    def _observe_after(self, kind: BubbleKind, index: int, duration_ns: int) -> None:
+        if index < len(self._after) and self._after[index].kind is not kind:
+            del self._after[index:]
+        if index == len(self._after):
+            self._after.append(_After(kind, deque(maxlen=_LAST_AFTER)))
+        if index < len(self._after):
+            self._after[index].last_ns.append(duration_ns)
 
 
 def among_replicas(overrun_ns: float, replicas: int, scale_ns: float) -> float:
@@ -143,6 +173,13 @@ def among_replicas(overrun_ns: float, replicas: int, scale_ns: float) -> float:
     grows = 2 * CASES / (3 * scale_ns) if scale_ns > 0 else 0.0  # the delay is d (1 + grows d)
     hidden_ns = (sqrt(1 + 4 * grows * latest_ns) - 1) / (2 * grows) if grows else 0.0
     return max(hidden_ns, overrun_ns / replicas)
+
+
+class _After(NamedTuple):
+    """The last bubbles, in ns, at one position of a disturbed cycle."""
+
+    kind: BubbleKind
+    last_ns: deque[int]
 
 
 class _Cycle:

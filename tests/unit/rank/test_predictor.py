@@ -19,12 +19,12 @@ def cycle(
     predictor: BubblePredictor,
     durations: list[int],
     key: CycleKey = TRAINING,
-    disturbed: bool = False,
+    after: frozenset[str] = frozenset(),
     before: int = 10 * MS,
 ) -> list[int]:
     """Run one cycle, with ``before`` ns of compute ahead of each bubble; what was predicted for each bubble."""
     now_ns = 10**12
-    predictor.cycle_started(key, now_ns, disturbed)
+    predictor.cycle_started(key, now_ns, after)
     predictions = []
     for index, duration in enumerate(durations):
         now_ns += before
@@ -58,12 +58,38 @@ def test_evaluation_does_not_teach_training():
     assert cycle(predictor, [10 * MS]) == [10 * MS]
 
 
-def test_a_disturbed_cycle_is_neither_predicted_nor_learnt():
+SAVED, EVALUATED = frozenset({"checkpoint"}), frozenset({"evaluation"})
+
+
+def test_a_disturbed_cycle_is_learnt_from_apart():
     predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(3):
         cycle(predictor, [10 * MS])
-    assert cycle(predictor, [500 * MS], disturbed=True) == [0]
+    assert [cycle(predictor, [of_ms * MS], after=SAVED) for of_ms in (500, 6, 8)] == [[0], [0], [0]]
+    assert cycle(predictor, [10 * MS], after=EVALUATED) == [0]
     assert cycle(predictor, [10 * MS]) == [10 * MS]
+    assert [cycle(predictor, [500 * MS], after=SAVED) for _ in range(3)] == [[6 * MS]] * 3
+    assert cycle(predictor, [10 * MS]) == [10 * MS]
+
+
+def test_after_a_save_the_shortest_of_the_last_five_counts_but_never_more_than_usually():
+    predictor = BubblePredictor(FillRule(warmup=2))
+    for of_ms in (6, 500, 500, 500, 500, 500):
+        cycle(predictor, [of_ms * MS], after=SAVED)
+    assert cycle(predictor, [500 * MS], after=SAVED) == [0]  # what is usual is not known
+    for _ in range(3):
+        cycle(predictor, [10 * MS])
+    assert cycle(predictor, [500 * MS], after=SAVED) == [10 * MS]
+
+
+def test_no_step_may_run_on_after_a_bubble_of_a_disturbed_cycle():
+    predictor = BubblePredictor(FillRule(warmup=2, overrun=0.1))
+    for after in (frozenset(), SAVED):
+        for _ in range(5):
+            cycle(predictor, [10 * MS], after=after)
+    predictor.cycle_started(TRAINING, 0, SAVED)
+    assert predictor.forecast(BubbleKind.INTERIOR, 0, 10 * MS) == Forecast(10 * MS, fills=True)
+    assert predictor.forecast(BubbleKind.DRAIN, 0, 10 * MS) == Forecast()
 
 
 def test_a_bubble_that_becomes_shorter_fools_it_once():
