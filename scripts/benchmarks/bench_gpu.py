@@ -12,8 +12,7 @@ the model and the guard. Its parts:
   the bubbles' lengths with and without filling, the least memory that was free;
 * ``identity``: whether the weights are the same to the bit with jobs and without;
 * ``no-gate``: the slowdown by the same task beside the training without gates;
-* ``marks``: what watching costs without jobs;
-* ``ranks``: all stages real over gloo, not by default: losses are finite, and figures under MPS only.
+* ``marks``: what watching costs without jobs.
 
     python scripts/benchmarks/bench_gpu.py --json gpu.json --sharing mps --parts profile filled --budget-seconds 500
 
@@ -100,10 +99,9 @@ def missing(options: argparse.Namespace) -> str:
 
 def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = [part for part in PARTS if part != "ranks"]
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
     parser.add_argument("--keep", metavar="DIR", help="keep logs, reports and the job's profile here")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=default, help="(default: all but ranks)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="(default: all)")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: a rehearsal (default: auto)")
     parser.add_argument("--sharing", choices=("timeslice", "mps"), default="timeslice", help="(default: timeslice)")
     parser.add_argument("--waits", choices=("stream", "host"), help="of ghosts (default: stream; host on the CPU)")

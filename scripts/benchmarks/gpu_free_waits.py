@@ -25,6 +25,7 @@ from megatron.fill.records import last_segment
 from scripts.benchmarks.gpu_identity import Awaited
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_parts import END_S, START_S
+from scripts.benchmarks.harness import arguments, command
 from scripts.benchmarks.one_gpu import on_gpus
 from scripts.benchmarks.trainings import settings
 
@@ -111,10 +112,9 @@ def why_not() -> str:
     return "" if gpus >= STAGES else f"two real stages over NCCL need two GPUs; there are {gpus}"
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+def parsed(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write what came of it here")
+    parser = arguments(__doc__)
     parser.add_argument("--keep", metavar="DIR", help="keep logs, records and reports here, in an empty folder")
     parser.add_argument("--model", choices=("350m", "1.3b"), default="350m", help="(default: 350m)")
     parser.add_argument("--pairs", type=int, default=1, help="of trainings with the flag and without (default: 1)")
@@ -125,7 +125,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         help="that jobs take to their first step, of which the predicted time has that much (default: 10)",
     )
     parser.add_argument("--budget-seconds", type=float, default=600.0, help="for all of it (default: 600)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     for name in ("pairs", "startup_seconds", "budget_seconds"):
         if not getattr(options, name) > 0:
             parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)}: expected above 0")
@@ -135,7 +135,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     end_s = time.monotonic() + options.budget_seconds
-    content: dict[str, Any] = {"command": " ".join(["python", *sys.argv])}
+    content: dict[str, Any] = {"command": command()}
     if lacking := why_not():
         print(f"not run: {lacking}")
         content["not_run"] = lacking

@@ -28,6 +28,7 @@ from megatron.fill.store import open_store
 from scripts.benchmarks.gpu_day import device as device_here
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_parts import END_S, START_S
+from scripts.benchmarks.harness import arguments, command
 from scripts.benchmarks.one_gpu import mps, training
 from scripts.benchmarks.trainings import losses, settings
 
@@ -122,10 +123,9 @@ def verdict(filled: dict[int, float], plain: dict[int, float]) -> dict[str, Any]
     }
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+def parsed(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write what came of it here")
+    parser = arguments(__doc__)
     parser.add_argument("--keep", metavar="DIR", help="keep logs, records and the report here")
     parser.add_argument("--device", choices=MODELS, help="(default: the GPU, where there is one)")
     parser.add_argument("--stages", type=int, choices=(2, 4), default=2, help="on the one device (default: 2)")
@@ -136,7 +136,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--most-seconds", type=float, default=120.0, help="for all jobs to run their first step (default: 120)"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if not 5 <= options.iterations <= 10_000:
         parser.error(f"argument --iterations: {options.iterations}: expected 5 to 10000")
     if not options.most_seconds > 0:
@@ -160,8 +160,7 @@ def main() -> None:
         except RuntimeError as error:
             sys.exit(f"gpu_identity: {error}")
     if options.json is not None:
-        command = " ".join(["python", "scripts/benchmarks/gpu_identity.py", *sys.argv[1:]])
-        options.json.write_text(json.dumps({"command": command, "device": options.device} | found, indent=2) + "\n")
+        options.json.write_text(json.dumps({"command": command(), "device": options.device} | found, indent=2) + "\n")
     print(f"losses of {found['iterations']} iterations: " + ("the same" if found["identical"] else "NOT the same"))
     sys.exit(not (found["identical"] and found["finite"]))
 

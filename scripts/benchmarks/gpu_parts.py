@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from megatron.fill.records import last_segment
 from scripts.benchmarks.gpu_figures import ITERATION, check_steps, of_run, per_iteration_ms, times_ms
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_ungated import beside_the_training
-from scripts.benchmarks.one_gpu import beside_ghosts, training
+from scripts.benchmarks.one_gpu import beside_ghosts
 from scripts.benchmarks.trainings import Blocks, iterations_of, jobs_file, p99_slowdown, settings, slowdown_of
 
 TASK = "megatron.fill.sidetask.training:TrainingJob"
@@ -159,16 +158,15 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def job(self, name: str = "bert") -> dict[str, Any]:
-        return {"name": name, "task": TASK, "args": JOBS[self.device], "memory": self.options.memory}
+    def job(self) -> dict[str, Any]:
+        return {"name": "bert", "task": TASK, "args": JOBS[self.device], "memory": self.options.memory}
 
-    def filling(self, name: str, jobs: int = 1) -> list[str]:
-        """The flags to run jobs, whose profile is in the store already.  No brake: it would end what is measured."""
+    def filling(self, name: str) -> list[str]:
+        """The flags to run the job, whose profile is in the store already.  No brake: it would end what is measured."""
         self.profiles()
         store = self.folder / f"{name}.db"
         shutil.copy(self._store, store)
-        names = ["bert", *(f"bert{at}" for at in range(1, jobs))]
-        file = jobs_file(self.folder / f"{name}.yaml", [self.job(one) for one in names])
+        file = jobs_file(self.folder / f"{name}.yaml", [self.job()])
         flags = ["--fill-jobs", str(file), "--fill-store", str(store), "--fill-report", str(self.run(name))]
         flags += ["--fill-max-slowdown", "0", *settings(warmup_iterations=self.blocks.warmup)]
         if self.options.guard_us is not None:
@@ -292,30 +290,6 @@ def marks(bench: Bench) -> dict[str, Any]:
     }
 
 
-def ranks(bench: Bench) -> dict[str, Any]:
-    """All stages real, on one device over gloo: whether losses are finite; under MPS with a job in each stage too.
-
-    Time-sliced, a stage's bubble is full of the other stages' kernels: there is nothing to harvest.
-    """
-    options, flags = bench.options, []
-    if options.sharing == "mps":
-        share = ["--fill-sm-percentage", str(100 // options.stages)]
-        flags = [*bench.filling("ranks", options.stages), *_paired(bench), *share]
-    iterations = bench.blocks.iterations if flags else 10
-    begun = time.monotonic()
-    log = bench.folder / "ranks.log"
-    with training(options.stages, options.sharing, [*bench.flags(iterations), *flags], log, bench.left_s()) as lines:
-        losses = [float(match[1]) for line in lines if (match := _LOSS.search(line))]
-    if len(losses) != iterations:
-        raise RuntimeError(f"{len(losses)} losses of {iterations} iterations; see {log}")
-    found = {"iterations": iterations, "losses_finite": all(map(math.isfinite, losses))}
-    return (
-        found
-        | {"seconds": time.monotonic() - begun}
-        | (of_run(bench.folder / "ranks-run", bench.blocks) if flags else {})
-    )
-
-
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "profile": profile,
     "bubbles": bubbles,
@@ -323,5 +297,4 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "identity": identity,
     "no-gate": no_gate,
     "marks": marks,
-    "ranks": ranks,
 }

@@ -36,7 +36,7 @@ def summary(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def test_killed_in_the_middle_it_keeps_what_it_has_and_goes_on(tmp_path):
-    killed = start(tmp_path, "--parts", "profile", "bubbles", "marks", "ranks")
+    killed = start(tmp_path, "--parts", "profile", "bubbles", "marks", "identity")
 
     def measured() -> bool:
         assert killed.poll() is None, killed.communicate()[0][-3000:]
