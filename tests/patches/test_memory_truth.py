@@ -39,6 +39,8 @@ EXPERTS = ModelSpec(
 )
 SHARED = replace(EXPERTS, layers=4, shared_width=2048)
 VIRTUAL: dict[str, Any] = {"chunks": 2, "schedule": "interleaved", "global_batch": 2}
+WIDE = replace(EXPERTS, layers=8, ffn_hidden=4096, experts=0, experts_per_token=1)
+SELECTIVE: dict[str, Any] = {"recompute": Recompute.SELECTIVE, "recompute_modules": ("core_attn", "mlp", "moe")}
 CASES = [
     ((GPT, Parallel(pp=2, tp=2, dp=2, global_batch=6, sequence_parallel=True, distributed_optimizer=True)), 0),
     ((GPT, Parallel(pp=2, global_batch=3, recompute=Recompute.SELECTIVE)), 1),
@@ -46,6 +48,9 @@ CASES = [
     ((replace(EXPERTS, shared_width=512), Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
     ((replace(GPT, layers=4), Parallel(pp=2, global_batch=2, stage_layers=(3, 1))), 1),
     ((replace(GPT, layers=7), Parallel(pp=2, **VIRTUAL, stage_layers=(0, 4, 2, 1))), 0),
+    ((WIDE, Parallel(pp=2, global_batch=2, **SELECTIVE)), 0),
+    ((SHARED, Parallel(pp=2, global_batch=2, **SELECTIVE)), 0),
+    ((SHARED, Parallel(pp=2, global_batch=2, recompute=Recompute.SELECTIVE, recompute_modules=("shared_experts",))), 0),
     ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
 ]
 

@@ -231,7 +231,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
                 "--hybrid-layer-pattern MM",
                 "--fp4-format e2m1",
                 "--optimizer-cpu-offload",
-                "--recompute-modules mlp",
+                "--multi-latent-attention",
             )
         ),
     ],

@@ -49,6 +49,8 @@ _SWITCHES = {
 _RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has its own
 _UNTIMED = ("--expert-tensor-parallel-size",)  # weighed in memory, not in time
 _RANK_ORDER = "--use-tp-pp-dp-mapping"
+_MODULES = "--recompute-modules"
+_WEIGHED = ("core_attn", "mlp", "moe", "shared_experts")
 _LAYOUT_TEXT = "--pipeline-model-parallel-layout"
 _REPEATED = re.compile(r"(?:\(([^()]+)\)|([^()*]))\*([0-9]{1,3})(?![0-9])")
 _LONGEST = 10_000  # letters of a layout
@@ -111,6 +113,9 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
             fixed[layout[flag]] = _number(flag, value)
             if flag in _UNTIMED:
                 ignored.append(flag)
+            continue
+        elif flag == _MODULES:
+            fixed["recompute_modules"] = _modules(value)
             continue
         elif flag == _LAYOUT_TEXT:
             fixed["stage_layers"] = _stage_layers(" ".join(value or ()))
@@ -245,6 +250,8 @@ def layout_flags(parallel: Parallel) -> list[str]:
     flags += [flag for flag, name in _SWITCHES.items() if getattr(parallel, name)]
     if parallel.recompute is not Recompute.NONE:
         flags += ["--recompute-granularity", parallel.recompute.value]
+    if parallel.recompute is Recompute.SELECTIVE and parallel.recompute_modules != ("core_attn",):
+        flags += [_MODULES, *parallel.recompute_modules]
     if parallel.recompute is Recompute.FULL:
         flags += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
     return flags
@@ -270,6 +277,14 @@ def _number(flag: str, value: list[str] | None) -> int:
     if not (text.isdecimal() and text.isascii() and 0 < int(text) < 1 << 31):
         raise ConfigError(f"{flag} is {text[:60]!r}: expected a whole number above 0")
     return int(text)
+
+
+def _modules(value: list[str] | None) -> tuple[str, ...]:
+    for module in value or ("",):
+        if module not in _WEIGHED:
+            known = ", ".join(_WEIGHED)
+            raise ConfigError(f"{_MODULES} has {module[:60]!r}: expected some of {known}; no other is weighed")
+    return tuple(value or ())
 
 
 def _recompute(value: list[str] | None) -> Recompute:

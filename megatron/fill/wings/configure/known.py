@@ -29,7 +29,6 @@ _REFUSED = {
     "--is-hybrid-model": "layers of several kinds",
     "--heterogeneous-layers-config-path": "layers of several kinds",
     "--heterogeneous-layers-config-encoded-json": "layers of several kinds",
-    "--recompute-modules": "a choice of what is computed again",
     "--optimizer-cpu-offload": "an optimizer on the CPU",
     "--cpu-offloading-num-layers": "activations on the CPU",
     "--fine-grained-activation-offloading": "activations on the CPU",

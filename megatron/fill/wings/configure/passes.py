@@ -14,7 +14,7 @@ from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.records import last_segment
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.space import padded
-from megatron.fill.wings.mainjob.analytic import p2p_bytes
+from megatron.fill.wings.mainjob.analytic import again_flops, p2p_bytes
 from megatron.fill.wings.mainjob.memory import stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -109,7 +109,7 @@ class Passes:
         layer, first, last, fixed = (self._at(its, part) for part in ("layer", "first", "last", "fixed"))
         forward, backward = layers * layer.forward_ns, layers * layer.backward_ns
         if its.recompute is Recompute.SELECTIVE:
-            backward += forward * model.attention_flops(1) / model.layer_flops(1)
+            backward += forward * again_flops(model, its) / model.layer_flops(its.microbatch)
         elif its.recompute is Recompute.FULL:
             backward += forward + layers * exchange_s[0] * 1e9
         for is_there, end in zip(ends, (first, last), strict=True):

@@ -132,12 +132,23 @@ def stage_cost(
     exchange = layers * forward_exchange_s
     again = 0.0
     if parallel.recompute is Recompute.SELECTIVE:
-        again = core
+        again = layers * again_flops(model, parallel) / rate
+        if parallel.computes_again("moe" if model.experts else "mlp"):
+            again += exchange / 2  # that of the attention is not exchanged again
     elif parallel.recompute is Recompute.FULL:
         again = matrices + core + exchange
     forward = matrices + core + output + exchange
     backward = 2 * (matrices + core + output) + layers * backward_exchange_s + again
     return StageCost(_ns(forward), _ns(backward), _ns(matrices + output))
+
+
+def again_flops(model: ModelSpec, parallel: Parallel) -> float:
+    """Return the FLOPs of one layer's forward pass that selective recomputation does again."""
+    whole = model.experts_per_token * model.mlp_parameters + model.shared_parameters
+    shared = parallel.computes_again("shared_experts") * model.shared_parameters
+    parameters = whole if parallel.computes_again("moe" if model.experts else "mlp") else shared
+    core = model.attention_flops(parallel.microbatch) if parallel.computes_again("core_attn") else 0
+    return core + 2 * parallel.microbatch * model.sequence * parameters
 
 
 def boundary_bytes(model: ModelSpec, parallel: Parallel) -> float:

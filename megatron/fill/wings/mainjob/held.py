@@ -63,7 +63,7 @@ def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
     """Return the parts' memory; it is cached for layouts with equal microbatches."""
     return _micro_batch(
         *(model, its.tp, its.cp, its.ep, its.expert_width, its.sequence_parallel, its.microbatch),
-        *(its.recompute, its.precision),
+        *(its.recompute, its.recompute_modules, its.precision),
     )
 
 
@@ -77,6 +77,7 @@ def _micro_batch(
     sequence_parallel: bool,
     microbatch: int,
     recompute: Recompute,
+    recompute_modules: tuple[str, ...],
     precision: Precision,
 ) -> MicroBatch:
     its = Parallel(
@@ -89,6 +90,7 @@ def _micro_batch(
         global_batch=microbatch,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
+        recompute_modules=recompute_modules,
         precision=precision,
     )
     size = sizes(model, its)

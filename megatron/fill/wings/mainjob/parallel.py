@@ -13,7 +13,7 @@ class Recompute(StrEnum):
     """The activations recomputed in the backward pass (Korthikanti et al. 2022, section 5)."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # those of the attention's core, which flash attention does not keep either
+    SELECTIVE = "selective"  # those of some modules: by default the attention's core, which flash does not keep either
     FULL = "full"  # all but each layer's input
 
 
@@ -57,6 +57,8 @@ class Parallel:
         schedule: a name that ``pipeline.schedules.make_schedule`` knows.
         group_size: microbatches in a group of the interleaved schedule; None for ``pp``.
         sequence_parallel: True if the activations that tensor parallelism replicates are divided along the sequence.
+        recompute_modules: modules that selective recomputation computes again, of ``core_attn``, ``mlp``, ``moe`` and
+            ``shared_experts`` (Megatron-core 0.19, ``TransformerConfig.recompute_modules``).
         distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
         first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
         last_layers: number of layers of the last rank; None for that of the other ranks.
@@ -79,6 +81,7 @@ class Parallel:
     group_size: int | None = None
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     precision: Precision = Precision.BF16
     distributed_optimizer: bool = False
     first_layers: int | None = None
@@ -106,6 +109,10 @@ class Parallel:
             value = getattr(self, name)
             if value is not None and value % self.chunks:
                 raise ValueError(f"{name} is {value}; expected a multiple of chunks, {self.chunks}")
+
+    def computes_again(self, module: str) -> bool:
+        """Return True if selective recomputation has this module."""
+        return self.recompute is Recompute.SELECTIVE and module in self.recompute_modules
 
     @property
     def microbatches(self) -> int:

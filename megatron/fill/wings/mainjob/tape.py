@@ -110,7 +110,7 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
         softmax = size.scores * (1 if model.kernels.fused_softmax else 4 / its.precision.weight_bytes)
         unfused = _core(model, size, repeated, mask_bytes, softmax)
         core = [Step("split", plain, 2 * projected + repeated), *unfused]
-    if its.recompute is Recompute.SELECTIVE:
+    if its.computes_again("core_attn"):
         core[0] = Step("split", 0.0, core[0].working_bytes)
         core = [Step("core", given, peak_bytes(core) + _again(size.query))]
     return [
@@ -119,7 +119,7 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
         *(Step(one.name, one.kept_bytes, gradient + one.working_bytes) for one in core),
         Step("projection", size.query, gradient + size.whole + size.query + width * model.hidden),
         Step("dropout", size.mask, 2 * gradient),
-        *_mlp(model, its, size),
+        *_again_of_mlp(model, its, size),
         Step("dropout", size.mask, 2 * gradient),
     ]
 
@@ -159,6 +159,14 @@ def _flash(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
 def _is_turned(model: ModelSpec, its: Parallel) -> bool:
     """Return True if attention's tensors are copied from one order to the other; one sample is in both orders."""
     return model.kernels.turned and its.microbatch > 1
+
+
+def _again_of_mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
+    """Return the operations of the MLP or the experts; one that keeps their input alone if they are computed again."""
+    norm, *steps = _mlp(model, its, size)
+    if its.computes_again("moe" if model.experts else "mlp"):
+        steps = [Step("mlp", size.residual, peak_bytes(steps) - size.residual + _again(size.residual))]
+    return [norm, *steps]
 
 
 def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
@@ -204,11 +212,14 @@ def _shared(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     ffn, gates = size.ffn * model.shared_width / model.ffn, 2 if model.swiglu else 1
     weights = model.hidden * model.shared_width / its.tp * its.precision.weight_bytes
     gradient = 2 * size.residual
-    return [
+    steps = [
         Step("shared into", size.residual, gradient + gates * ffn + size.whole + gates * weights),
         Step("shared activation", gates * ffn, gradient + ffn + gates * ffn),
         Step("shared out of", ffn, gradient + size.whole + ffn + weights),
     ]
+    if its.computes_again("shared_experts"):
+        return [Step("shared", size.residual, peak_bytes(steps) - size.residual + _again(size.residual))]
+    return steps
 
 
 def kept_bytes(tape: Sequence[Step]) -> float:
