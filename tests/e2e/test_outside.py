@@ -37,6 +37,12 @@ def test_the_rank_that_writes_has_little_to_fill(trained):
     assert outside(trained, 1).get("save", {"total_s": 0.0})["total_s"] < 0.2 * outside(trained, 0)["save"]["total_s"]
 
 
+def test_the_rank_that_writes_was_late(trained):
+    (save,) = (late for late in trained.report["late"] if late["wait"] == "save")
+    assert (save["ranks"], save["others"]) == ([1], 1)
+    assert 0 < save["late_s"] <= outside(trained, 0)["save"]["total_s"]
+
+
 def test_slow_batches_are_filled(trained):
     for rank in (0, 1):
         data = outside(trained, rank)["data"]

@@ -15,6 +15,7 @@ from megatron.fill.records import Segment, Unwritten
 from megatron.fill.report.account import account
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle
+from megatron.fill.report.late import late
 from megatron.fill.report.part import RankPart, part_of
 from megatron.fill.report.schema import (
     BrakeReport,
@@ -154,6 +155,7 @@ class ReportBuilder:
             jobs=[JobSummary(**job.model_dump(include=set(JobSummary.model_fields))) for job in jobs],
         )
         last = segments[-1] if segments else None
+        accounts = account(segments)
         return Report(
             command=last.command if last else "",
             segments=[self._segment(segment, (unwritten or {}).get(segment.number, {})) for segment in segments],
@@ -174,7 +176,8 @@ class ReportBuilder:
             ),
             jobs=list(jobs),
             cycle=self._cycles,
-            account=account(segments),
+            account=accounts,
+            late=late(self._ranks, accounts),
             sandbox=[SandboxLayer(name=name, lacks=why) for name, why in (last.sandbox if last else {}).items()],
         )
 

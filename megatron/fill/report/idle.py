@@ -10,9 +10,10 @@ from rich.table import Table
 from megatron.fill.records import BLIND
 from megatron.fill.report.account import GAP
 from megatron.fill.report.rows import new_table
-from megatron.fill.report.schema import AccountReport
+from megatron.fill.report.schema import AccountReport, Late
 from megatron.fill.types import PIPELINE_KINDS
 
+_LATE, _RANKS = 5, 4  # numbers of waits for late ranks that are printed, and of ranks in each
 _BUBBLES = "--fill-jobs"
 # Flags that make a kind of idle time shorter, or fill it.
 _REMEDIES = {
@@ -64,3 +65,16 @@ def _blind_lines(accounts: Sequence[AccountReport]) -> list[str]:
     if not blind:
         return []
     return [f"on {len(blind)} of {len(accounts) - 1} ranks: {BLIND}"]
+
+
+def late_lines(found: Sequence[Late]) -> list[str]:
+    """Return a line on each of the waits in which ranks were late, for the longest of them."""
+    lines = []
+    for one in found[:_LATE]:
+        shown = ", ".join(str(rank) for rank in one.ranks[:_RANKS])
+        more = f" and {len(one.ranks) - _RANKS:,} more" if len(one.ranks) > _RANKS else ""
+        late = f"{'ranks' if len(one.ranks) > 1 else 'rank'} {shown}{more}"
+        others = "the other rank" if one.others == 1 else f"the {one.others:,} others each"
+        lines.append(f"late in {one.wait}: {late}; {others} waited {one.late_s:,.1f} s more")
+    more_lines = [f"  and {len(found) - _LATE:,} more; report.json has them all"] if len(found) > _LATE else []
+    return lines + more_lines

@@ -320,6 +320,15 @@ class AccountReport(_Model):
     times: list[NamedTime] = Field(description="the wall time by what it went to, longest first")
 
 
+class Late(_Model):
+    """Ranks that the others of their group waited for."""
+
+    wait: str = Field(description="pipeline, save, or the name of the group's waits in the account")
+    ranks: list[int] = Field(description="the late ranks")
+    others: int = Field(description="number of ranks of that group that waited for them")
+    late_s: float = Field(description="seconds that the others waited longer than the late ranks, on average")
+
+
 class Report(_Model):
     """The content of ``report.json``."""
 
@@ -335,6 +344,9 @@ class Report(_Model):
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
     account: list[AccountReport] = Field(
         default=[], description="the account of each rank's wall time, then that of all ranks; empty without a record"
+    )
+    late: list[Late] = Field(
+        default=[], description="the ranks that others waited for, those that were waited for longest first"
     )
     sandbox: list[SandboxLayer] = Field(
         description="the layers of the sandbox of jobs on rank 0's node; empty without jobs"

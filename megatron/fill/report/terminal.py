@@ -14,7 +14,7 @@ from megatron.fill.display import one_line, state_colour
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
-from megatron.fill.report.idle import print_account
+from megatron.fill.report.idle import late_lines, print_account
 from megatron.fill.report.lacking import record_lines
 from megatron.fill.report.rows import add_rows, named_rows, new_table
 from megatron.fill.report.schema import (
@@ -54,6 +54,7 @@ def print_report(report: Report, console: Console) -> None:
         *record_lines(report),
         *_settling_lines(report.total),
         *_outside_lines(report.total),
+        *late_lines(report.late),
         *_lines(report, report.segments[-1].paired_blocks if report.segments else 0),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),

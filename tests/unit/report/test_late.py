@@ -1,0 +1,83 @@
+"""The ranks that waited least in their group are those that the others waited for."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from megatron.fill.report import Report, print_report
+from megatron.fill.report.late import late
+from megatron.fill.report.schema import AccountReport, Late, NamedTime, Outside, RankReport
+from megatron.fill.types import BubbleKind
+from tests.support.synthetic import report_of, synthetic_run
+
+NO_SAVES: Mapping[int, float] = {}
+
+
+def report() -> Report:
+    return report_of(*synthetic_run())
+
+
+def ranks(waits_s: Mapping[int, float], stages: int = 1, saves_s: Mapping[int, float] = NO_SAVES) -> list[RankReport]:
+    """Ranks with 10 s in iterations and these waits for other stages; neighbours are stages of one pipeline."""
+    found = []
+    for rank, wait_s in waits_s.items():
+        save_s = saves_s.get(rank, 0.0)
+        changed = {
+            "rank": rank,
+            "stage": rank % stages,
+            "data_parallel_rank": rank // stages,
+            "iteration_s": 10.0,
+            "bubble_s": {BubbleKind.INTERIOR: wait_s},
+            "outside": {BubbleKind.SAVE: Outside(total_s=save_s, fillable_s=0, harvested_s=0)} if save_s else {},
+        }
+        found.append(report().ranks[0].model_copy(update=changed))
+    return found
+
+
+def account(rank: int | None, name: str, time_s: float) -> AccountReport:
+    its = NamedTime(name=name, compute=False, time_s=time_s, share=0.1, long_s=0.0)
+    return AccountReport(
+        rank=rank, stage=0, wall_s=20.0, named_share=1.0, idle_share=0.1, long_idle_s=0.0, blind=False, times=[its]
+    )
+
+
+def test_stages_that_wait_alike_are_not_late():
+    assert report().late == []
+    assert late(ranks({0: 3.0, 1: 3.05}, stages=2), []) == []
+
+
+def test_the_slowest_stage_of_each_pipeline_is_late():
+    found = late(ranks({0: 3.0, 1: 1.0, 2: 3.0, 3: 3.0, 4: 2.0, 5: 5.0}, stages=2), [])
+    assert found == [
+        Late(wait="pipeline", ranks=[4], others=1, late_s=3.0),
+        Late(wait="pipeline", ranks=[1], others=1, late_s=2.0),
+    ]
+
+
+def test_a_rank_without_a_wait_in_saves_was_late_in_them():
+    assert late(ranks(dict.fromkeys(range(4), 0.0), saves_s={0: 4.0, 3: 5.0}), []) == [
+        Late(wait="save", ranks=[1, 2], others=2, late_s=4.5)
+    ]
+
+
+def test_ranks_are_compared_within_their_group():
+    replicas = ranks({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, stages=2)
+    accounts = [account(rank, "data group", time_s) for rank, time_s in enumerate((1.0, 4.0, 3.0, 4.0))]
+    found = late(replicas, [*accounts, account(None, "data group", 12.0)])
+    assert found == [Late(wait="data group", ranks=[0], others=1, late_s=2.0)]
+
+
+def test_the_text_names_the_five_longest():
+    console = Console(file=io.StringIO(), width=200)
+    many = [Late(wait="all ranks", ranks=list(range(9)), others=3, late_s=2.0)] * 6
+    one = Late(wait="save", ranks=[1], others=1, late_s=4.56)
+    print_report(report().model_copy(update={"late": [one, *many]}), console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert "late in save: rank 1; the other rank waited 4.6 s more" in lines
+    said = "late in all ranks: ranks 0, 1, 2, 3 and 5 more; the 3 others each waited 2.0 s more"
+    assert lines.count(said) == 4
+    assert "  and 2 more; report.json has them all" in lines
