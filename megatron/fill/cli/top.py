@@ -39,8 +39,8 @@ def top(
     """Watch a run: its ranks on all nodes, their bubbles and jobs, the queue and the slowdown.
 
     Keys: p pauses filling on this node, r resumes it, d drains it, q ends the view.  The figures are as old as the
-    records: 10 iterations and 10 seconds.  The harvest counts the time in which jobs settle (start, import, make their
-    models), too, which the report leaves out; so it is lower than the report's while a training is young.
+    records: 10 iterations and 10 seconds.  Once jobs have settled (started, made their models), the harvest leaves out
+    the time until then, as the report does.
     """
     from rich.console import Console
     from rich.live import Live
@@ -139,7 +139,7 @@ class _View:
                 str(rank.iteration),
                 f"{sum(recent) / len(recent) / 1e6:,.0f}" if recent else "-",
                 _share(rank.bubble_ns.total(), rank.iteration_ns),
-                _share(rank.harvested_ns, rank.fillable_ns),
+                _share(*rank.harvest),
                 "on" if braked else "-",
                 states.get(number, "-"),
                 Text(one_line(", ".join(job.name for job, _ in rank.running))),

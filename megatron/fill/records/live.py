@@ -1,7 +1,7 @@
 """Sums over the records of a segment, kept up to date while the training goes on, for those who watch it.
 
-Each look reads only the lines that were added since the last one.  Everything counts from the start of the training,
-also while jobs settle, which the report leaves out.
+Each look reads only the lines that were added since the last one.  Everything counts from the start of the training;
+only the harvest ratio leaves out the time in which jobs settle, as the report does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, RankInfo
 _RECENT = 4096  # iterations that the slowdown is estimated from
 _LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 4, its pauses at least 64
 _FEWEST_PAIRS = 4
+# After 200 filled iterations jobs count as settled in any case, or with the paired block that follows.
+_LONGEST_SETTLING = 256
 
 
 class Estimate(NamedTuple):
@@ -36,6 +38,10 @@ class Estimate(NamedTuple):
     low: float
     high: float
     pairs: int
+
+
+# An attempt (rank, folder, number), and its uses of bubbles: their numbers, and the ns harvested in each.
+type _Used = tuple[tuple[int, str, int], list[tuple[int, int]]]
 
 
 class IterationTime(NamedTuple):
@@ -59,6 +65,9 @@ class LiveRank:
         overruns: number of bubbles after which a step ran on.
         ended: number of attempts that ended, by state and cause.
         running: the attempts that run, as last recorded.
+        settled_after: last iteration in which jobs of some rank set themselves up; 0 before that is known.
+        first_filled: duration in ns of the bubbles of each of the first filled iterations, and the number of its last.
+        early_ns: time in ``harvested_ns`` before jobs had settled, as far as the uses are still recorded.
     """
 
     info: RankInfo
@@ -76,6 +85,25 @@ class LiveRank:
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     running: Attempts = field(default_factory=list)
     recent: deque[IterationTime] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    settled_after: int = 0
+    first_filled: dict[int, tuple[int, int]] = field(default_factory=dict)
+    early_ns: int = 0
+
+    @property
+    def settling_ns(self) -> int:
+        """The part of ``fillable_ns`` before jobs had settled."""
+        return sum(its for iteration, (its, _) in self.first_filled.items() if iteration <= self.settled_after)
+
+    @property
+    def settling_seq(self) -> int:
+        """The number of the last bubble before jobs had settled; -1 for none."""
+        its = (seq for iteration, (_, seq) in self.first_filled.items() if iteration <= self.settled_after)
+        return max(its, default=-1)
+
+    @property
+    def harvest(self) -> tuple[int, int]:
+        """The harvested and the fillable time in ns, since jobs had settled."""
+        return self.harvested_ns - self.early_ns, self.fillable_ns - self.settling_ns
 
 
 class _Tail:
@@ -138,14 +166,21 @@ def _add(rank: LiveRank, content: dict[str, Any]) -> None:
         rank.iteration_ns += sum(durations)
         rank.iteration, rank.ended_ns = its["iteration"][-1], ends[-1]
         rank.recent.extend(map(IterationTime, its["iteration"], durations, its["filling"], its["block"]))
+    rank.settled_after = content.get("settled_after", rank.settled_after)
     if its := content.get("bubbles"):
-        for kind, start, end, filling, forward_only in zip(
-            its["kind"], its["start_ns"], its["end_ns"], its["filling"], its["forward_only"], strict=True
+        names = ("kind", "start_ns", "end_ns", "filling", "forward_only", "iteration", "index", "seq")
+        for kind, start, end, filling, forward_only, iteration, index, seq in zip(
+            *(its[name] for name in names), strict=True
         ):
             if not forward_only:
                 rank.bubble_ns[kind] += end - start
             if filling:
                 rank.fillable_ns += end - start
+                first = rank.first_filled
+                # Sums of old bubbles (index -1) have no iteration.
+                if index >= 0 and iteration > 0 and (iteration in first or len(first) < _LONGEST_SETTLING):
+                    before_ns, before_seq = first.get(iteration, (0, -1))
+                    first[iteration] = before_ns + end - start, max(before_seq, seq)
     if its := content.get("brakes"):
         rank.brakes += map(BrakeEvent, *its.values())
 
@@ -166,6 +201,8 @@ class LiveSegment:
         self._harvested: Counter[int] = Counter()  # ns of attempts that ended, by rank
         self._steps: Counter[int] = Counter()
         self._known: set[tuple[str, int]] = set()  # attempts that ended
+        self._first: dict[int, list[_Used]] = {}  # uses of attempts that ended before jobs had settled, by rank
+        self._early: dict[tuple[int, str, int], int] = {}  # ns of each attempt before jobs had settled
         self.ranks: dict[int, LiveRank] = {}
 
     def look(self) -> None:
@@ -185,8 +222,14 @@ class LiveSegment:
                 running = files.running_attempts()
                 rank.running = [one for one in running if (one[0].directory, one[0].attempt) not in self._known]
             for job, worker in rank.running:
-                uses = [(use.seq, use.overrun_ns) for use in worker.uses]
-                self._overruns(rank, (number, job.directory, job.attempt), uses)
+                key = number, job.directory, job.attempt
+                self._overruns(rank, key, [(use.seq, use.overrun_ns) for use in worker.uses])
+                self._add_early(rank, (key, [(use.seq, use.harvested_ns) for use in worker.uses]))
+            if rank.settling_seq >= 0:
+                for used in self._first.pop(number, []):
+                    self._add_early(rank, used)
+            early = sum(early_ns for (at, _, _), early_ns in self._early.items() if at == number)
+            rank.early_ns = early if rank.settling_seq >= 0 else 0
             rank.harvested_ns = self._harvested[number] + sum(worker.harvested_ns for _, worker in rank.running)
             rank.steps = self._steps[number] + sum(worker.steps_done for _, worker in rank.running)
 
@@ -201,8 +244,20 @@ class LiveSegment:
                 self._harvested[number] += worker["harvested_ns"]
                 self._steps[number] += worker["steps_done"]
                 rank.ended[job["status"]["state"], job["status"].get("cause") or ""] += 1
-                uses = zip(worker["uses"]["seq"], worker["uses"]["overrun_ns"], strict=True)
-                self._overruns(rank, (number, job["directory"], job["attempt"]), uses)
+                key, its = (number, job["directory"], job["attempt"]), worker["uses"]
+                self._overruns(rank, key, zip(its["seq"], its["overrun_ns"], strict=True))
+                used = key, list(zip(its["seq"], its["harvested_ns"], strict=True))
+                if rank.settling_seq >= 0:
+                    self._add_early(rank, used)
+                elif len(rank.first_filled) < _LONGEST_SETTLING:
+                    self._first.setdefault(number, []).append(used)
+
+    def _add_early(self, rank: LiveRank, used: _Used) -> None:
+        """Count what an attempt harvested before jobs had settled; what a look has seen may be in no later record."""
+        key, uses = used
+        early_ns = sum(harvested_ns for seq, harvested_ns in uses if seq <= rank.settling_seq)
+        if early_ns > self._early.get(key, 0):
+            self._early[key] = early_ns
 
     def _overruns(self, rank: LiveRank, key: tuple[int, str, int], uses: Iterable[tuple[int, int]]) -> None:
         last = self._seen.get(key, -1)
@@ -219,9 +274,10 @@ class LiveSegment:
 
     @property
     def harvest_ratio(self) -> float:
-        """Time inside steps and bubbles over fillable bubble time, of all ranks; NaN if unknown."""
-        harvested = sum(rank.harvested_ns for rank in self.ranks.values())
-        return _ratio(harvested, sum(rank.fillable_ns for rank in self.ranks.values()))
+        """Time inside steps and bubbles over fillable bubble time, since jobs had settled, of all ranks; NaN if
+        unknown."""
+        its = [rank.harvest for rank in self.ranks.values()]
+        return _ratio(sum(harvested for harvested, _ in its), sum(fillable for _, fillable in its))
 
     @property
     def slowdown(self) -> Estimate | None:

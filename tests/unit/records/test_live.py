@@ -56,6 +56,25 @@ def test_the_sums_are_those_of_the_report(tmp_path):
     assert sum(rank.overruns for rank in live.ranks.values()) > 0
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_the_harvest_leaves_out_the_time_in_which_jobs_settled(tmp_path, running):
+    ranks, workers, jobs = synthetic_run()
+    settled = [replace(one, settled_after=7) for one in ranks]
+    report = report_of(settled, workers, jobs)
+    assert report.total.settling_s > 0
+    segment = _segment(tmp_path)
+    live, named = LiveSegment(segment), {job.name: replace(job, directory=job.name) for job in jobs}
+    for records in (ranks, settled):  # as it is before and after jobs have settled
+        for record in records:
+            number = record.info.rank
+            write_rank(rank_file(segment.folder, number), record)
+            its = [(named[one.job], one) for one in workers if one.rank == number]
+            if records is ranks:
+                write_agent(segment.folder / f"agent{number}{'.running' * running}.jsonl", its)
+        live.look()
+    assert live.harvest_ratio == pytest.approx(report.total.harvest_ratio)
+
+
 def test_a_second_look_adds_nothing_that_was_there(tmp_path):
     live = _written(tmp_path)
     live.look()
