@@ -22,6 +22,7 @@ class FakeMachine:
     """All processes, and the memory."""
 
     total_bytes: int = 1 << 30
+    energy_j: float | None = None
     processes: dict[int, FakeProcess] = field(default_factory=dict)
     busy_s: dict[int, float] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=lambda: count(1000))
@@ -105,6 +106,9 @@ class FakeDevice:
 
     def free_bytes(self) -> int:
         return self.machine.free_bytes
+
+    def energy_j(self) -> float | None:
+        return self.machine.energy_j
 
     def limiter(self, limits: Limits, name: str) -> FakeLimiter:
         return FakeLimiter(self.machine, limits, name)

@@ -16,6 +16,7 @@ from megatron.fill.agent.admission import refusal
 from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ending import End, How, NotStarted, starting
+from megatron.fill.agent.energy import EnergyShare
 from megatron.fill.agent.enforcer import Enforcer, Overtime
 from megatron.fill.agent.folder import BoundedOutput, job_folder, occupied
 from megatron.fill.agent.ledger import Record
@@ -66,6 +67,7 @@ class JobRun:
         self.done_at_s = math.inf
         self.started_ns, self.started_s = 0, 0.0  # set when the worker is about to be started
         self._worker: JobWorker | None = None  # None until the job begins
+        self._energy: EnergyShare | None = None
         self._told_s = 0.0
         self._profile_kept = False
 
@@ -97,7 +99,11 @@ class JobRun:
     def progress(self) -> Progress:
         """Return the job's progress."""
         worker = self._worker
-        return self.job.progress if worker is None else progress_of(self.job, worker.log, self.started_ns / 1e9)
+        if worker is None:
+            return self.job.progress
+        progress = progress_of(self.job, worker.log, self.started_ns / 1e9)
+        more_j, before_j = None if self._energy is None else self._energy.joules, self.job.progress.joules
+        return replace(progress, joules=before_j if more_j is None else (before_j or 0.0) + more_j)
 
     def so_far(self) -> Record | None:
         """Return the record of a running job; None before it begins."""
@@ -241,11 +247,13 @@ class JobRun:
             Overtime(worker.limiter.busy_s, context.gate, max(1, len(spec.cpus))),
             off=lambda: context.gate.braked or not context.control.running,
         )
+        self._energy = energy = EnergyShare(context.device.energy_j, lambda: worker.log.harvested_ns)
         promised_bytes = self.job.work.memory_bytes or 0
         with context.memory.shared(worker.limiter, promised_bytes, worker.ask_to_shrink, worker.shrinking) as memory:
             try:
                 worker.watch(enforcer, memory, lambda: self._forecast(worker.directory))
             finally:
+                energy.look()
                 enforcer.close()
         self._keep_profile(worker.directory)
         return self._end(worker, enforcer, memory)
@@ -267,10 +275,12 @@ class JobRun:
         )
 
     def _forecast(self, directory: Path) -> None:
-        """Update the expected end, and keep the job's profile; called a few times a second."""
+        """Update the expected end and the energy, and keep the job's profile; called a few times a second."""
         if time.monotonic() - self._told_s > _TELL_S:
             self._told_s = time.monotonic()
             self.done_at_s = self.context.ranking.done_at_s(self.progress(), directory)
+        if self._energy is not None:
+            self._energy.look()
         self._keep_profile(directory)
 
     def _keep_profile(self, directory: Path) -> None:

@@ -144,8 +144,8 @@ def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
     such as timeout or training-ended; empty if unknown), reason (the same as text), user, priority, attempt, owner,
     device, directory, cancelling, asked_by (the device that it is to move to); the times submitted_s, started_s,
     finished_s, deadline_s, checkpoint_s, lease_until_s, lost_s, asked_s, ends_s (seconds since 1970); work_done,
-    total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s, resumable, startup_s; failures (those
-    after which it was tried again), result and spec. What is not known is null.
+    total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s, joules, resumable, startup_s;
+    failures (those after which it was tried again), result and spec. What is not known is null.
     """
     with opened(store) as jobs:
         job, now_s = jobs.find(name), jobs.now_s()

@@ -43,6 +43,7 @@ class Used:
         jobs: number of its jobs.
         device_s: seconds inside steps and inside bubbles.
         running: number of those that run now, as the setting ``quota`` counts them.
+        joules: their part of the devices' energy, as far as it was counted; None if it was not at all.
         cost: their price, as far as it is known; None if it is not at all.
     """
 
@@ -50,6 +51,7 @@ class Used:
     running: int = 0
     device_s: float = 0.0
     steps: int = 0
+    joules: float | None = None
     cost: float | None = None
 
 
@@ -72,7 +74,7 @@ def usage(
     as_json: Json = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
 ) -> None:
-    """Show the device time that jobs took in bubbles, and what it costs.
+    """Show the device time that jobs took in bubbles, their part of the devices' energy, and what it costs.
 
     The time is that inside steps and inside bubbles, of all attempts of a job; a job counts whole, and for the run that
     had it last.  The rows add up to the total.
@@ -92,7 +94,8 @@ def usage(
         sum(one.running for one in found.values()),
         sum(one.device_s for one in found.values()),
         sum(one.steps for one in found.values()),
-        sum(one.cost or 0.0 for one in found.values()) if any(one.cost is not None for one in found.values()) else None,
+        _sum(one.joules for one in found.values()),
+        _sum(one.cost for one in found.values()),
     )
     if as_json:
         rows = [{by.value: name, **asdict(one)} for name, one in found.items()]
@@ -103,7 +106,7 @@ def usage(
         writer.writerow([by.value, *asdict(total)])
         writer.writerows([name, *asdict(one).values()] for name, one in found.items())
     else:
-        _print(by, {**found, "all": total}, total.cost is not None)
+        _print(by, {**found, "all": total}, total)
         for run, quota in quotas.items():
             print(one_line(f"quota of each user in {run}: {quota}"))
     unpriced = [job for job in jobs if prices[_run(job)] is None]
@@ -133,10 +136,17 @@ def used(jobs: Iterable[Job], by: By, prices: Mapping[str, float | None]) -> dic
         one.running += job.state is JobState.RUNNING
         one.device_s += job.progress.harvested_s
         one.steps += job.progress.steps
+        one.joules = _sum((one.joules, job.progress.joules))
         price = prices[_run(job)]
         if price is not None:
-            one.cost = (one.cost or 0.0) + job.progress.harvested_s / 3600 * price
+            one.cost = _sum((one.cost, job.progress.harvested_s / 3600 * price))
     return dict(sorted(found.items(), key=lambda item: -item[1].device_s))
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Return the sum of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _name(job: Job, by: By) -> str:
@@ -166,17 +176,27 @@ def _price(segment: Segment | None) -> float | None:
     return None if segment is None or segment.prices is None else segment.prices.main / segment.ranks
 
 
-def _print(by: By, rows: dict[str, Used], priced: bool) -> None:
+def _print(by: By, rows: dict[str, Used], total: Used) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(by.upper(), overflow="fold")
-    for heading in ("JOBS", "RUNNING", "DEVICE S", "STEPS", *(["COST"] if priced else [])):
+    extra = {"JOULES": total.joules, "COST": total.cost}
+    for heading in (
+        "JOBS",
+        "RUNNING",
+        "DEVICE S",
+        "STEPS",
+        *(name for name, value in extra.items() if value is not None),
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, one in rows.items():
-        cost = ["-" if one.cost is None else f"{one.cost:,.4f}"] if priced else []
-        cells = [str(one.jobs), str(one.running), f"{one.device_s:,.1f}", f"{one.steps:,}", *cost]
+        cells = [str(one.jobs), str(one.running), f"{one.device_s:,.1f}", f"{one.steps:,}"]
+        if total.joules is not None:
+            cells.append("-" if one.joules is None else f"{one.joules:,.0f}")
+        if total.cost is not None:
+            cells.append("-" if one.cost is None else f"{one.cost:,.4f}")
         table.add_row(Text(one_line(name)), *cells)
     Console(highlight=False).print(table)

@@ -206,5 +206,8 @@ class CpuDevice:
         # Read each time: an old reading would miss memory that a worker has freed since, and request it twice.
         return min([self._free(), *(group.room_bytes() for group in self._groups)])
 
+    def energy_j(self) -> None:
+        """Return None: the counters of processors are root's, and of the whole socket."""
+
     def limiter(self, limits: Limits, name: str) -> HostLimiter:
         return HostLimiter(limits, name, self._home)

@@ -297,5 +297,8 @@ class CudaDevice:
     def free_bytes(self) -> int:
         return self._nvml.free_bytes(self.uuid)
 
+    def energy_j(self) -> float | None:
+        return self._nvml.energy_j(self.uuid)
+
     def limiter(self, limits: Limits, name: str) -> CudaLimiter:
         return CudaLimiter(limits, name, self._home, self.uuid, self._nvml, self._mps, self._witness)

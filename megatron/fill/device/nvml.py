@@ -70,6 +70,14 @@ class Nvml:
     def total_bytes(self, uuid: str) -> int:
         return int(self._library.nvmlDeviceGetMemoryInfo(self._handle(uuid)).total)
 
+    def energy_j(self, uuid: str) -> float | None:
+        """The energy in J that a GPU has used since its driver was loaded; None without the counter, which came with
+        Volta, and which MIG slices do not have."""
+        try:
+            return float(self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle(uuid))) / 1000
+        except (self._library.NVMLError, AttributeError):
+            return None
+
     def used_bytes(self, uuid: str) -> dict[int, int]:
         """The memory of each process on a GPU by pid, contexts included.
 

@@ -113,6 +113,9 @@ class WorkerDevice(Protocol):
     def free_bytes(self) -> int:
         """The free memory of the device in bytes."""
 
+    def energy_j(self) -> float | None:
+        """The energy in J that the device has used since some time in the past; None if it has no counter."""
+
     def limiter(self, limits: Limits, name: str) -> Limiter:
         """Create the limiter of a worker that is about to be started.
 

@@ -52,6 +52,7 @@ class Progress:
         resumable: True if the task reports that it can be saved and resumed elsewhere.
         startup_s: time that its current worker took until it could serve bubbles; None before that.
         failures: number of failures after which it was put back into the queue.
+        joules: its part of the device's energy, by time; None where no device had a counter.
     """
 
     work_done: float = 0.0
@@ -64,6 +65,7 @@ class Progress:
     resumable: bool = False
     startup_s: float | None = None
     failures: int = 0
+    joules: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

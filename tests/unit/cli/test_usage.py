@@ -19,6 +19,11 @@ from tests.support.segments import write_segment
 from tests.support.synthetic import synthetic_run
 
 
+def _done(seconds: float) -> Progress:
+    """The progress of a job; that of 30 seconds was on a device without a counter of energy."""
+    return Progress(1, steps=5, harvested_s=seconds, joules=None if seconds == 30 else 3.0 * seconds)
+
+
 @pytest.fixture
 def store(tmp_path) -> Path:
     """Four jobs of two users in two runs, of which one waits, with 10, 20 and 30 device seconds."""
@@ -27,7 +32,7 @@ def store(tmp_path) -> Path:
         [job] = queue.submit([NewJob(name, Work("m:C"), user=user)])
         claim = queue.claim("agent", [job.id], 3600, f"rank 0 of {run} on host")
         assert claim is not None
-        queue.finish(claim, Status(JobState.SUCCEEDED, Cause.FINISHED), Progress(1, steps=5, harvested_s=seconds), {})
+        queue.finish(claim, Status(JobState.SUCCEEDED, Cause.FINISHED), _done(seconds), {})
     queue.submit([NewJob("waits", Work("m:C"), user="eve")])
     queue.close()
     return tmp_path
@@ -54,14 +59,14 @@ def usage(store, monkeypatch, capsys):
 def test_the_rows_add_up(usage, by, expected):
     said = json.loads(usage("--by", by, "--price", "3600", "--json"))
     assert {row[by]: row["device_s"] for row in said["rows"]} == expected
-    assert said["total"] == {"jobs": 3, "running": 0, "device_s": 60, "steps": 15, "cost": 60}
+    assert said["total"] == {"jobs": 3, "running": 0, "device_s": 60, "steps": 15, "joules": 90, "cost": 60}
     assert sum(row["cost"] for row in said["rows"]) == pytest.approx(60)
 
 
 def test_the_table_fits_80_columns(usage):
     out = usage()
     assert max(map(len, out.splitlines())) <= 80
-    assert out.split()[-4:] == ["3", "0", "60.0", "15"]
+    assert out.split()[-5:] == ["3", "0", "60.0", "15", "90"]
 
 
 def test_it_shows_who_runs_what_and_the_quota(usage, store):
@@ -70,14 +75,14 @@ def test_it_shows_who_runs_what_and_the_quota(usage, store):
     assert queue.claim("agent", [queue.find("waits").id], 3600, f"rank 0 of {store}/r3 on host")
     queue.close()
     said = usage()
-    assert ["eve", "1", "1", "0.0", "0"] in [line.split() for line in said.splitlines()]
+    assert ["eve", "1", "1", "0.0", "0", "-"] in [line.split() for line in said.splitlines()]
     assert f"quota of each user in {store}/r3: at most 2 running, 1.5 device-hours in 30 days" in said
     assert json.loads(usage("--json"))["quotas"][f"{store}/r3"] == {"jobs": 2, "device_hours": 1.5, "days": 30}
 
 
 def test_csv_has_a_head(usage):
     rows = list(csv.reader(io.StringIO(usage("--csv", "--since", "1d"))))
-    assert rows[0] == ["user", "jobs", "running", "device_s", "steps", "cost"]
+    assert rows[0] == ["user", "jobs", "running", "device_s", "steps", "joules", "cost"]
     assert len(rows) == 3
 
 
@@ -89,7 +94,7 @@ def test_a_run_says_what_its_devices_cost(usage, store, monkeypatch, capsys):
         "r1": pytest.approx(10),  # half of 7200 an hour for each of two devices
         "r2": None,
     }
-    assert usage("--by", "run").split()[-5:] == ["3", "0", "60.0", "15", "10.0000"]
+    assert usage("--by", "run").split()[-5:] == ["0", "60.0", "15", "90", "10.0000"]
     assert {row["run"]: row["cost"] for row in json.loads(usage("--by", "run", "--json", "--price", "0"))["rows"]} == {
         "r1": 0,
         "r2": 0,

@@ -226,6 +226,12 @@ def test_who_may_use_a_gpu_follows_from_its_compute_mode(library, mode, expected
     assert Nvml(library).shared_by("GPU-bbbb-2") == expected
 
 
+def test_energy_is_that_of_the_gpu_where_it_has_the_counter(library):
+    assert device(library).energy_j() is None  # a driver before it
+    library.nvmlDeviceGetTotalEnergyConsumption = lambda handle: {"GPU-bbbb-2": 123_456}[handle.uuid]  # mJ
+    assert device(library).energy_j() == 123.456
+
+
 def test_memory_that_the_driver_does_not_tell_counts_as_none(library):
     library.processes["compute"] = {7: None}
     assert Nvml(library).used_bytes("GPU-aaaa-1") == {7: 0}
