@@ -183,14 +183,8 @@ def _print(by: By, rows: dict[str, Used], total: Used) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(by.upper(), overflow="fold")
-    extra = {"JOULES": total.joules, "COST": total.cost}
-    for heading in (
-        "JOBS",
-        "RUNNING",
-        "DEVICE S",
-        "STEPS",
-        *(name for name, value in extra.items() if value is not None),
-    ):
+    extra = [name for name, value in (("JOULES", total.joules), ("COST", total.cost)) if value is not None]
+    for heading in ("JOBS", "RUNNING", "DEVICE S", "STEPS", *extra):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, one in rows.items():
         cells = [str(one.jobs), str(one.running), f"{one.device_s:,.1f}", f"{one.steps:,}"]

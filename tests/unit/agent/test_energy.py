@@ -21,17 +21,19 @@ class Watched:
 def test_the_parts_make_up_the_whole():
     machine, clock = FakeMachine(energy_j=5e6), [0]
     first, second = (Watched(FakeDevice(machine), clock) for _ in range(2))
-    training_j = 0.0
+    total_j, training_j = 5e6, 0.0
     for joules, first_s, second_s in ((300.0, 0.3, 0.1), (500.0, 0.0, 0.5), (100.0, 0.25, 0.0)):
         clock[0] += S
-        machine.energy_j += joules
+        total_j += joules
+        machine.energy_j = total_j
         first.had_ns += int(first_s * S)
         second.had_ns += int(second_s * S)
         first.share.look()
         second.share.look()
         training_j += joules * (1 - first_s - second_s)
     assert (first.share.joules, second.share.joules) == pytest.approx((115.0, 280.0))
-    assert first.share.joules + second.share.joules + training_j == pytest.approx(machine.energy_j - 5e6)
+    jobs_j = sum(job.share.joules or 0.0 for job in (first, second))
+    assert jobs_j + training_j == pytest.approx(total_j - 5e6)
 
 
 def test_a_bubble_that_began_before_the_span_counts_for_no_more_than_it_has():
