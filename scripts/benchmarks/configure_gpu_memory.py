@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.configure.search import unfused
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 
@@ -44,6 +45,7 @@ class Row:
     Attributes:
         refused: reason why it cannot be expressed, or "".
         predicted_bytes: 0 if it is refused.
+        upper_bytes: likewise; that of unfused attention, which the interval ends with, where the flags leave it open.
     """
 
     recipe: str
@@ -51,6 +53,7 @@ class Row:
     group: tuple[str, ...]
     measured_bytes: int
     predicted_bytes: int
+    upper_bytes: int
     refused: str
 
     @property
@@ -78,22 +81,31 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _row(line: dict[str, str]) -> Row:
-    flags = _flags(json.loads(line["flags"]), line)
-    predicted, refused = 0, ""
+    flags, gpus = laid_out_as(line)
+    predicted = upper = 0
+    refused = ""
     group: tuple[str, ...] = ("refused",)
-    tp, pp, cp, ep = (int(line[name] or 1) for name in ("tp", "pp", "cp", "ep"))
-    expert_tp = int(json.loads(line["flags"]).get("--expert-tensor-parallel-size", tp))
-    unit = lcm(tp * cp, expert_tp * ep if ep > 1 else 1) * pp
-    node = _NODE // 2 if line["recipe"].endswith("1node") else _NODE
-    gpus = _GPUS.get(line["recipe"], -(-node // unit) * unit)
     try:
         model, its = laid_out(flags, gpus)
         capability = next((number for name, number in _CAPABILITY.items() if name in line["platform"]), 8)
-        predicted = memory(model, its)[-1].total_bytes + model.kernels.workspace_bytes(capability)
+        work = model.kernels.workspace_bytes(capability)
+        predicted = upper = memory(model, its)[-1].total_bytes + work
+        if model.kernels.undecided:
+            upper = max(predicted, memory(unfused(model), its)[-1].total_bytes + work)
         group = _group(model, its, line["recipe"])
     except ConfigError as error:
         refused = str(error)
-    return Row(line["recipe"], line["platform"], group, int(line[_PEAK]), predicted, refused)
+    return Row(line["recipe"], line["platform"], group, int(line[_PEAK]), predicted, upper, refused)
+
+
+def laid_out_as(line: dict[str, str]) -> tuple[list[str], int]:
+    """Return a measured training's flags, and its number of GPUs."""
+    given = json.loads(line["flags"])
+    tp, pp, cp, ep = (int(line[name] or 1) for name in ("tp", "pp", "cp", "ep"))
+    expert_tp = int(given.get("--expert-tensor-parallel-size", tp))
+    unit = lcm(tp * cp, expert_tp * ep if ep > 1 else 1) * pp
+    node = _NODE // 2 if line["recipe"].endswith("1node") else _NODE
+    return _flags(given, line), _GPUS.get(line["recipe"], -(-node // unit) * unit)
 
 
 def _flags(given: dict[str, str], line: dict[str, str]) -> list[str]:
@@ -145,8 +157,9 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "experts_mean": _mean(experts),
         "context_mean": _mean([row for row in told if "cp1" not in row.group]),
         "expressible": len(told) / len(rows),
-        "held_by_interval": _held(told, current),
-        "held_by_interval_current": _held(current, current),
+        "held_by_interval": _held(told, current, lambda row: row.recipe),
+        "held_by_interval_current": _held(current, current, lambda row: row.recipe),
+        "held_by_interval_families": _held(told, current, lambda row: row.group),
         "quantiles": _quantiles(current),
         "groups": {name: _shown(errors) for name, errors in sorted(groups.items())},
         "recipes": {name: _shown(errors) for name, errors in recipes.items()}
@@ -158,26 +171,30 @@ def _of(rows: Sequence[Row], name: str, there: bool) -> list[Row]:
     return [row for row in rows if (name in row.group) == there]
 
 
-def _held(rows: Sequence[Row], current: Sequence[Row]) -> float:
-    """Return the share of rows in the interval that current rows of other recipes give, for their kind of model."""
+def _held(rows: Sequence[Row], current: Sequence[Row], family: Callable[[Row], Hashable]) -> float:
+    """Return the share of rows in the interval that current rows of other families give, for their kind of model.
+
+    It is what ``configure`` prints; a row without two others counts as outside.
+    """
     held = 0
     for row in rows:
         there = "experts" in row.group
-        others = [one.ratio for one in _of(current, "experts", there) if one.recipe != row.recipe]
-        low, high = _ends(others)
-        held += low <= row.ratio <= high
+        others = [one for one in _of(current, "experts", there) if family(one) != family(row)]
+        if len(others) > 1:
+            low, high = _ends(others)
+            held += low * row.predicted_bytes <= row.measured_bytes <= high * row.upper_bytes
     return held / len(rows)
 
 
 def _quantiles(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     """Return the interval of dense models and of those with experts, as ``room.margins`` has it."""
     kinds = {"dense": False, "experts": True}
-    return {name: _ends([row.ratio for row in _of(rows, "experts", there)]) for name, there in kinds.items()}
+    return {name: _ends(_of(rows, "experts", there)) for name, there in kinds.items()}
 
 
-def _ends(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the 5% and the 95% quantile."""
-    cuts = quantiles(ratios, n=20, method="inclusive")
+def _ends(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the 5% and the 95% quantile of measured over predicted peaks."""
+    cuts = quantiles([row.ratio for row in rows], n=20, method="inclusive")
     return cuts[0], cuts[-1]
 
 

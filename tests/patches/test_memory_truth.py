@@ -17,9 +17,9 @@ from megatron.fill.wings.configure.room import memory
 from megatron.fill.wings.mainjob.held import micro_batch
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
-from scripts.benchmarks.memory_cases import asked
 from scripts.benchmarks.memory_tracker import StorageTracker
 from scripts.benchmarks.memory_truth import Asked, truths
+from tests.support.memory_cases import asked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
 

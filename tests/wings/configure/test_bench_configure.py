@@ -61,8 +61,16 @@ def test_measured_peaks_are_grouped_and_superseded_ones_told_apart(tmp_path):
     assert found["dense_mean_current"] == found["experts_mean"] == 0
     assert found["held_by_interval"] == 12 / 13
     assert found["held_by_interval_current"] == 1
+    assert found["held_by_interval_families"] == 0  # each kind of model has one
     assert "te flash none bf16 experts cp1" in found["groups"]
     assert "FP8" in found["recipes"]["gpt/odd"]
+
+
+def test_the_interval_goes_up_to_unfused_attention_where_flags_leave_it_open(tmp_path):
+    peaks(tmp_path, [("gpt/a", "a100", 1, json.dumps(GPT | more)) for more in ({}, {"--deterministic-mode": "true"})])
+    told, open_ = read_rows(tmp_path)
+    assert told.upper_bytes == told.predicted_bytes
+    assert open_.upper_bytes > open_.predicted_bytes
 
 
 def test_a_table_without_peaks_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from megatron.fill.wings.configure.correction import Correction, Network
 from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.peaks import Peak, fitted, laid_out, learn, load_peaks
 from megatron.fill.wings.configure.search import search
-from scripts.benchmarks.memory_cases import CASES, asked, stages
+from tests.support.memory_cases import CASES, asked, stages
 
 CALLS = {
     "[]": r"found \[\]; expected a JSON file with a list \"peaks\"",
