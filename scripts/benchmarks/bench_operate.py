@@ -8,7 +8,12 @@ from Chromium's start to its end with all charts drawn, so ``page_empty_opens_s`
 difference, over ``--by user``, ``job`` and ``run``, between the sum of the rows and what the jobs had, and between the
 total and what they had.
 
+``deaths``: a training with two jobs, of which a rank or all processes are killed again and again at random moments, and
+which is started again in the same run folder.  ``work_lost_s_max`` is the longest time between the last step that a job
+kept and its last one, beside the ``checkpoint_s`` between two checkpoints.
+
     python scripts/benchmarks/bench_operate.py --json docs/benchmarks/operate.json
+    python scripts/benchmarks/bench_operate.py --parts deaths --json docs/benchmarks/operate.json
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +38,8 @@ from megatron.fill.types import JobState
 from megatron.fill.work import Work
 from scripts.benchmarks.bench_report import write_run
 from scripts.benchmarks.harness import arguments, opened
+from tests.e2e.deaths import die
+from tests.e2e.training import warm_ranks
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=20000"]
@@ -117,14 +125,25 @@ def measure_usage(folder: Path, jobs: int) -> dict[str, Any]:
     }
 
 
+def measure_deaths(folder: Path, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what jobs lost by deaths of their training, and each death."""
+    with warm_ranks():
+        found = die(folder, count, checkpoint_s=1.0)
+    filling_s = [death.filling_after_s for death in found]
+    figures = {"deaths": len(found), "checkpoint_s": 1.0, "work_lost_steps_max": max(one.lost_steps for one in found)}
+    figures |= {"work_lost_s_max": max(one.lost_s for one in found), "filling_after_s": statistics.median(filling_s)}
+    return figures | {"filling_after_s_max": max(filling_s)}, {"each": [asdict(death) for death in found]}
+
+
 def main() -> None:
     """Measure the parts that are asked for."""
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=("page", "usage"), default=["page", "usage"])
+    parser.add_argument("--parts", nargs="+", choices=("page", "usage", "deaths"), default=["page", "usage"])
     parser.add_argument("--ranks", type=int, default=64, help=f"a multiple of {_STAGES} (default: 64)")
     parser.add_argument("--iterations", type=int, default=10_000, help="(default: 10000)")
     parser.add_argument("--turns", type=int, default=5, help="times that each page is opened (default: 5)")
     parser.add_argument("--jobs", type=int, default=1000, help="jobs of the usage's store (default: 1000)")
+    parser.add_argument("--deaths", type=int, default=100, help="of the training (default: 100)")
     options = parser.parse_args()
     if options.ranks < 1 or options.ranks % _STAGES:
         parser.error(f"--ranks is {options.ranks}; expected a multiple of the {_STAGES} stages")
@@ -136,6 +155,9 @@ def main() -> None:
             results.add("page", figures, **details)
         if "usage" in options.parts:
             results.add("usage", measure_usage(folder, options.jobs))
+        if "deaths" in options.parts:
+            figures, details = measure_deaths(folder, options.deaths)
+            results.add("deaths", figures, **details)
     print(json.dumps(results.summary, indent=2))
 
 

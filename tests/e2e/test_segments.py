@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 from megatron.fill.rank.recorder import WRITE_EVERY
 from megatron.fill.records import last_segment
+from tests.e2e.deaths import die, kill
 from tests.e2e.training import Running, processes, settings, start, train_until, warm_python, write_jobs
 from tests.support.waiting import until
 
@@ -30,16 +28,6 @@ def pipefill(*arguments: str) -> str:
 
 def report(run: Path) -> dict[str, Any]:
     return json.loads(pipefill("report", str(run), "--json"))
-
-
-def kill(running: Running) -> None:
-    """All that belongs to it at once, as with a node that is lost: nobody can save anything or say a word."""
-    pids = {running.process.pid, *running.ranks(), *processes(str(running.folder))}
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-    running.process.wait(60)
 
 
 def written(run: Path) -> dict[Path, bytes]:
@@ -94,4 +82,12 @@ def test_a_killed_training_and_its_restart_have_one_report(tmp_path):
     again = report(run)
     assert again["total"] == trained.report["total"]
     assert again["jobs"] == trained.report["jobs"]
+    assert not processes(str(tmp_path))
+
+
+def test_jobs_go_on_after_each_death_and_lose_no_more_than_since_a_checkpoint(tmp_path):
+    found = die(tmp_path, 2)
+    assert [death.kind for death in found] == ["node", "rank"]
+    assert all(death.lost_steps >= 0 for death in found)
+    assert max(death.lost_s for death in found) < 1 + 10  # the interval, and a busy machine
     assert not processes(str(tmp_path))

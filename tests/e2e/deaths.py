@@ -1,0 +1,104 @@
+"""Deaths of a training, one after the other: what its jobs lose by them, and how soon they fill again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.training import Running, processes, settings, write_jobs
+from tests.support.waiting import until
+
+_WARMUP = 3
+_JOBS = [{"name": name, "task": "tasks:Timed"} for name in ("first", "second")]
+
+
+@dataclass(frozen=True)
+class Death:
+    """A death of the training, and its next start.
+
+    Attributes:
+        kind: what was killed: one ``rank``, or all processes, as with a ``node``.
+        lost_steps: steps that the job which lost most does again.
+        lost_s: time from the last step that it kept to the last one before the death.
+        filling_after_s: time from the first iteration whose bubbles are predicted until both jobs are at work.
+    """
+
+    kind: str
+    lost_steps: int
+    lost_s: float
+    filling_after_s: float
+
+
+def kill(running: Running) -> None:
+    """All that belongs to it at once, as with a node that is lost: nobody can save anything or say a word."""
+    pids = {running.process.pid, *running.ranks(), *processes(str(running.folder))}
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    running.process.wait(60)
+
+
+def die(folder: Path, count: int, checkpoint_s: float = 1.0, seed: int = 0) -> list[Death]:
+    """Let a training with two jobs die so often, at random moments, and start it again each time."""
+    draw, found = random.Random(seed), []
+    flags = f"{write_jobs(folder, *_JOBS)} --fill-checkpoint-seconds {checkpoint_s}"
+    flags += f" {settings(warmup_iterations=_WARMUP, lease_seconds=2)}"
+    kind, died_ns, before = "", 0, [array("q")]
+    for left in range(count, -1, -1):
+        running = Running(folder, flags)
+        try:
+            ready_ns = _fills(running, died_ns)
+            if kind:
+                found.append(_death(kind, before, _steps(running), died_ns, ready_ns))
+            time.sleep(draw.uniform(0, 3 * checkpoint_s))
+            if not left:
+                running.end()
+                break
+            kind = "rank" if left % 2 else "node"
+            if kind == "rank":
+                os.kill(draw.choice(running.ranks()), signal.SIGKILL)
+                running.process.wait(60)
+                until(lambda: not processes(str(folder)), 60)
+            else:
+                kill(running)
+            died_ns, before = time.monotonic_ns(), _steps(running)
+        finally:
+            running.process.kill()
+    return found
+
+
+def _fills(running: Running, died_ns: int) -> int:
+    """Wait until both jobs have done a step since then; return when bubbles could first be predicted."""
+    running.wait(lambda: sum(" iteration " in line for line in running.output) >= _WARMUP)
+    ready_ns = time.monotonic_ns()
+    running.wait(lambda: all(times and times[-1] > died_ns for times in _steps(running)))
+    return ready_ns
+
+
+def _steps(running: Running) -> list[array[int]]:
+    """The times of the steps of each job that count, in ns of CLOCK_MONOTONIC."""
+    found = []
+    for job in _JOBS:
+        directory, times = running.job(job["name"]).directory, array("q")
+        with contextlib.suppress(FileNotFoundError):
+            data = (Path(directory) / "steps").read_bytes() if directory else b""
+            times.frombytes(data[: len(data) // times.itemsize * times.itemsize])
+        found.append(times)
+    return found
+
+
+def _death(kind: str, before: list[array[int]], after: list[array[int]], died_ns: int, ready_ns: int) -> Death:
+    lost, filling_ns = [], []
+    for old, new in zip(before, after, strict=True):
+        kept = sum(at_ns < died_ns for at_ns in new)
+        lost.append((old[-1] - old[max(0, kept - 1)], len(old) - kept))
+        filling_ns.append(new[kept] - ready_ns)
+    lost_ns, lost_steps = max(lost)
+    return Death(kind, lost_steps, lost_ns / 1e9, max(0, *filling_ns) / 1e9)
