@@ -271,6 +271,27 @@ class TestClaim:
         with pytest.raises(JobError, match="lease"):
             store.claim("agent", [job.id], lease_s)
 
+    def test_a_user_has_no_more_running_than_may_be_however_many_claim_at_once(self, backend):
+        store = backend.open()
+        new = [NewJob(f"{user}{number}", WORK, user=user) for user in "ab" for number in range(4)]
+        ids = [job.id for job in store.submit(new)]
+        claims: list[Claim | None] = []
+
+        def claim(own: JobStore, number: int) -> None:
+            claims.append(own.claim(f"agent-{number}", ids, 1000, most=2))
+
+        threads = [threading.Thread(target=claim, args=(backend.open(), number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        taken = [found for found in claims if found is not None]
+        assert sorted(found.job.user for found in taken) == ["a", "a", "b", "b"]
+        assert store.claim("agent", ids, 1000, most=2) is None
+        first = next(found for found in taken if found.job.user == "b")
+        assert store.finish(first, Status(JobState.SUCCEEDED), Progress(), {})
+        assert store.claim("agent", ids, 1000, most=2).job.user == "b"
+
     def test_many_threads_claim_each_job_once(self, backend):
         store = backend.open()
         ids = [job.id for job in submitted(store, *(f"job-{number}" for number in range(60)))]
