@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -69,18 +70,20 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     assert trained.jobs["evaluate"]["result"]["evaluated"] == len(lines)
     assert list(trained.path("evaluate", "tensorboard").glob("events*"))
     # What the bubbles have left gets the same by the command: the last checkpoint always, and here the first one too.
+    # On a busy machine there are many between them, and nothing else is to be seen in those.
+    saves = sorted(saved.glob("iter_*"))
+    assert int(saves[-1].name[5:]) not in [json.loads(line)["iteration"] for line in lines]
+    for between in saves[1:-1]:
+        shutil.rmtree(between)
     file = trained.path("evaluate", "evaluations.jsonl")
     owner = file.stat().st_uid
-    kept = [line for line in lines if json.loads(line)["iteration"] != EVERY]
-    file.write_text("".join(f"{line}\n" for line in kept))
+    file.write_text("")
     done = evaluate(tmp_path)
-    saves = sorted(int(path.name[5:]) for path in saved.glob("iter_*"))
-    after = {line["iteration"]: line for line in map(json.loads, file.read_text().splitlines())}
-    assert sorted(after) == saves
-    assert saves[-1] not in [json.loads(line)["iteration"] for line in lines]
-    assert after[EVERY]["loss"] == pytest.approx(float(said[1]), rel=1e-5)
-    assert after[EVERY]["samples"] == found["samples"]
-    assert done["evaluated"] == list(after.values())[len(kept) :]
+    after = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["iteration"] for line in after] == [int(saves[at].name[5:]) for at in (0, -1)]
+    assert after[0]["loss"] == pytest.approx(float(said[1]), rel=1e-5)
+    assert after[0]["samples"] == found["samples"]
+    assert done["evaluated"] == after
     assert file.stat().st_uid == owner
 
 
