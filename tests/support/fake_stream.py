@@ -64,7 +64,7 @@ class ThreadStream:
 
     def __init__(self, address: int) -> None:
         self._address = address
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.reached = 0
         self.marked_ns: list[int] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -72,6 +72,10 @@ class ThreadStream:
 
     def compute(self, duration_ms: float) -> None:
         self._work.put(lambda: time.sleep(duration_ms / 1e3))
+
+    def wait_for(self, event: threading.Event, seconds: float = 60) -> None:
+        """Wait on the stream, not on the host, for what the test does; after ``seconds`` go on without it."""
+        self._work.put(lambda: event.wait(seconds))
 
     def mark(self) -> None:
         self._work.put(self._post)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.rank.srun import INTERRUPTED, rank_variables, tasks_per_node
+from tests.support.waiting import until
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -85,14 +86,13 @@ def test_only_an_orderly_end_after_a_signal_is_an_interruption(tmp_path):
         "import os, signal, time\n"
         "signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))\n"
         f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron.fill.rank.srun", str(script)],
         env=dict(os.environ) | SLURM | {INTERRUPTED: str(marker)},
     )
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None
+    until(lambda: (tmp_path / "ready").exists() or process.poll() is not None)
     process.send_signal(signal.SIGUSR2)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert Path(marker).read_text() == "SIGUSR2\n"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,6 @@ from tests.support.fake_stream import MS, ThreadStream
 
 INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0")
 pytestmark = pytest.mark.timeout(60)
-LATE = 50 * MS  # how late a wake-up may be on a loaded machine
 
 
 class Rank:
@@ -53,14 +53,16 @@ class Rank:
         self.bus.listener = self.listener
         self.reader = SharedGateReader(self.gate.reader_fd())
 
-    def iteration(self, number: int) -> None:
-        """Enqueue an iteration: 10 ms of compute, then a receive that takes 25 ms more."""
+    def iteration(self, number: int, received: threading.Event | None = None) -> None:
+        """Enqueue an iteration: 10 ms of compute, then a receive that takes 100 ms, and ends after ``received``."""
         self.bus.begin_iteration(number)
         self.bus.begin_schedule(CycleKey("1f1b", 1))
         self.stream.compute(10)
         self.bus.forward(0)
         self.bus.open(for_backward=True)
-        self.stream.compute(25)  # for the stream, a receive is time that passes
+        self.stream.compute(100)  # for the stream, a receive is time that passes
+        if received is not None:
+            self.stream.wait_for(received)
         self.bus.close()
         self.bus.end_iteration()
 
@@ -76,7 +78,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     rank.relay.kill()
 
 
-def wait_ended(reader: SharedGateReader, timeout_s: float = 5.0) -> bool:
+def wait_ended(reader: SharedGateReader, timeout_s: float = 30.0) -> bool:
     until = time.monotonic() + timeout_s
     while not reader.ended and time.monotonic() < until:
         time.sleep(0.005)
@@ -85,12 +87,15 @@ def wait_ended(reader: SharedGateReader, timeout_s: float = 5.0) -> bool:
 
 def test_a_worker_sees_bubbles_when_the_device_is_there_and_the_record_is_what_it_did(rank):
     board = CycleBoardReader(rank.board.reader_fd())
-    for number in range(1, 8):
-        rank.iteration(number)  # all of it is enqueued at once: the device needs 245 ms for it
+    received = [threading.Event() for _ in range(4)]  # when the worker has seen the bubble, however slow it is
+    for number in range(1, 8):  # all of it is enqueued at once: the device needs 0.8 s for it
+        rank.iteration(number, received[number - 4] if number > 3 else None)
     seen: list[OpenBubble] = []
     while len(seen) < 4:
         bubble = rank.reader.wait(seen[-1].seq if seen else 0)
-        seen += [bubble] if bubble is not None else []
+        if bubble is not None:
+            received[len(seen)].set()
+            seen.append(bubble)
     rank.listener.end()
     assert rank.relay.finish()
     marks = rank.stream.marked_ns
@@ -99,8 +104,10 @@ def test_a_worker_sees_bubbles_when_the_device_is_there_and_the_record_is_what_i
     opened, closed = marks[3::per_iteration], marks[4::per_iteration]
     record = read_rank(rank.record)
     for bubble, start_ns, end_ns in zip(record.bubbles, opened, closed, strict=True):
-        assert 0 <= bubble.start_ns - start_ns < LATE
-        assert 0 <= bubble.end_ns - end_ns < LATE
+        assert start_ns <= bubble.start_ns
+        assert end_ns <= bubble.end_ns
+    for bubble, end_ns in zip(record.bubbles[3:], closed[3:], strict=True):
+        assert bubble.start_ns < end_ns <= bubble.end_ns
     assert [bubble.seq for bubble in record.bubbles] == [0, 0, 0, 1, 2, 3, 4]
     for bubble, recorded in zip(seen, record.bubbles[3:], strict=True):
         assert bubble.deadline_ns == recorded.start_ns + recorded.predicted_ns
@@ -195,7 +202,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=False)
     relay = Path(f"/proc/{int(done.stdout)}/stat")
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while relay.exists() and relay.read_text().split(") ")[1][0] != "Z" and time.monotonic() < until:
         time.sleep(0.01)
     assert not relay.exists() or relay.read_text().split(") ")[1][0] == "Z"
