@@ -12,6 +12,7 @@
 - ``learned``: the learned correction on trainings that it has not seen, and on larger clusters (--samples random ones).
 - ``limits``: proposals that hold more than there is room for, by that truth, and layouts that fit and are refused.
 - ``gpu-memory``: peaks that others measured on GPUs (``--truth FOLDER``; ``configure_gpu_memory.py``).
+- ``gpu-time``: likewise iteration times (``configure_gpu_time.py``).
 
     python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication --json FILE
     python scripts/benchmarks/bench_configure.py --parts gpu-memory --truth FOLDER --json FILE
@@ -41,6 +42,7 @@ from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_gpu_memory import TRUTH, measure_gpu_memory
+from scripts.benchmarks.configure_gpu_time import measure_gpu_time
 from scripts.benchmarks.harness import Results, arguments, opened
 from scripts.benchmarks.memory_figures import measure_learned, measure_limits, measure_memory
 from tests.support.configuring import event_times, random_iteration, random_links
@@ -161,13 +163,14 @@ def _shown(value: Any) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    help_text = "which (default: without gpu-memory)"
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "gpu-memory"), default=list(PARTS), help=help_text)
+    every = (*PARTS, "gpu-memory", "gpu-time")
+    help_text = "which (default: without those of GPUs)"
+    parser.add_argument("--parts", nargs="+", choices=every, default=list(PARTS), help=help_text)
     parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
-    parser.add_argument("--truth", metavar="FOLDER", type=Path, default=TRUTH, help="for gpu-memory (%(default)s)")
+    parser.add_argument("--truth", metavar="FOLDER", type=Path, default=TRUTH, help="of gpu-... (%(default)s)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
     parser.add_argument(
         "--truths", metavar="FILE", type=Path, help="keep the truths here, and take those that are here"
@@ -190,6 +193,10 @@ def main() -> None:
             groups, recipes = figures.pop("groups"), figures.pop("recipes")
             report(part, figures | groups | recipes)
             results.add(part, figures, "gpu_memory", groups=groups)
+        elif part == "gpu-time":
+            figures = measure_gpu_time(options.truth)
+            report(part, figures)
+            results.add(part, figures, "gpu_time")
         elif part == "learned":
             figures = measure_learned(options.samples, options.truths)
             report(part, figures)

@@ -28,7 +28,7 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 
 TRUTH = Path(__file__).resolve().parents[2].parent / "shared" / "truth"
-_FILE = "megatron_functional_tests.csv"
+FUNCTIONAL = "megatron_functional_tests.csv"
 _PEAK = "mem_max_allocated_bytes_last_rank"
 _NODE = 8  # GPUs of a test, unless its layout needs more; half of them in recipes of one GB200 node
 _CAPABILITY = {"a100": 8, "h100": 9, "gb200": 10}  # major, by the platform's name
@@ -73,7 +73,7 @@ def read_rows(folder: Path) -> list[Row]:
     Raises:
         ConfigError: the file cannot be used.
     """
-    path = folder / _FILE
+    path = folder / FUNCTIONAL
     lines = list(csv.DictReader(read_text(path, "a table of measured trainings").splitlines()))
     if not lines or not {"recipe", "platform", "flags", _PEAK} <= lines[0].keys():
         raise ConfigError(f"{path}: expected columns recipe, platform, flags and {_PEAK}")

@@ -11,6 +11,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.flags import read_flags
 from scripts.benchmarks.bench_configure import LARGE, MODEL_FLAGS
 from scripts.benchmarks.configure_gpu_memory import measure_gpu_memory, read_rows
+from scripts.benchmarks.configure_gpu_time import measure_gpu_time, read_small
 from scripts.benchmarks.memory_figures import MODELS
 
 
@@ -20,6 +21,7 @@ def test_the_flags_of_the_benchmarks_are_known_and_weighed(text):
 
 
 PEAK = "mem_max_allocated_bytes_last_rank"
+NAMES = ("recipe", "platform", "tp", "pp", "cp", "ep", "impl", PEAK, "flags")
 GPT = {
     "--num-layers": "4",
     "--hidden-size": "64",
@@ -33,13 +35,12 @@ GPT = {
 
 
 def peaks(folder, rows):
-    names = ["recipe", "platform", "tp", "pp", "cp", "ep", "impl", PEAK, "flags"]
     with (folder / "megatron_functional_tests.csv").open("w", encoding="utf-8") as file:
-        table = csv.DictWriter(file, names)
+        table = csv.DictWriter(file, NAMES)
         table.writeheader()
         for recipe, platform, peak, more in rows:
             its = {"tp": 1, "pp": 2, "cp": 1, "ep": "", "impl": "transformer_engine"}
-            table.writerow(its | dict(zip(names[:2], (recipe, platform), strict=True)) | {PEAK: peak, "flags": more})
+            table.writerow(its | dict(zip(NAMES[:2], (recipe, platform), strict=True)) | {PEAK: peak, "flags": more})
 
 
 def test_measured_peaks_are_grouped_and_superseded_ones_told_apart(tmp_path):
@@ -77,3 +78,50 @@ def test_a_table_without_peaks_is_refused(tmp_path):
     (tmp_path / "megatron_functional_tests.csv").write_text("recipe,flags\na,{}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="expected columns recipe, platform, flags and mem_max"):
         measure_gpu_memory(tmp_path)
+
+
+def test_measured_times_are_compared_and_choices_between_layouts_judged(tmp_path):
+    def write(times):
+        with (tmp_path / "megatron_functional_tests.csv").open("w", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow([*NAMES, "iteration_time_median_s"])
+            for pp, time_s in zip((2, 4), times, strict=True):
+                flags = json.dumps(GPT | {"--pipeline-model-parallel-size": str(pp)})
+                table.writerow([f"gpt/pp{pp}", "a100", 1, pp, 1, "", "", 1, flags, time_s])
+            table.writerow(["gpt/other", "gb200", 1, 2, 1, "", "", 1, json.dumps(GPT), 1])
+
+    write((1, 1))
+    exact = [one.predicted_s() for one in read_small(tmp_path)[0]]
+    write(exact)
+    found = measure_gpu_time(tmp_path)
+    assert found.keys() == {"small"}
+    assert found["small"] == {
+        "rows": 2,
+        "mean": 0,
+        "lowest": 0,
+        "highest": 0,
+        "choices": 1,
+        "within_3_percent": 1,
+        "lost_mean": 0,
+        "not_expressible": 1,
+    }
+    write([1 / one for one in exact])
+    assert measure_gpu_time(tmp_path)["small"]["within_3_percent"] == 0
+
+
+def test_four_trainings_over_nodes_give_the_efficiency_of_the_others(tmp_path):
+    with (tmp_path / "megatron_functional_tests.csv").open("w", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow([*NAMES, "iteration_time_median_s"])
+        table.writerow(["gpt/a", "a100", 1, 2, 1, "", "", 1, json.dumps(GPT), 1])
+    names = "Parameters (billion),# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length"
+    names += ",tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)"
+    rows = [f"3.6,16,64,{size},3072,32,30,2048,{tp},{max(1, 8 // tp)},2,{time_ms}" for size, tp, time_ms in _OVER_NODES]
+    (tmp_path / "ground_truth_multi.csv").write_text("\ufeff" + "\n".join([names, *rows]), encoding="utf-8")
+    found = measure_gpu_time(tmp_path)["over_nodes"]
+    assert found["rows"] == 1  # of six, four are learned from and one has tensor parallelism over nodes
+    assert 0.2 <= found["efficiency"] <= 0.8
+    assert found["mean"] < 0.5
+
+
+_OVER_NODES = ((1, 1, 2400), (2, 1, 2300), (1, 2, 2500), (2, 2, 2450), (4, 1, 2350), (1, 16, 9000))

@@ -1,0 +1,151 @@
+"""Iteration times that others have measured on GPUs with Megatron: the errors of the configurator's predictions.
+
+Of the folder it reads
+
+- ``megatron_functional_tests.csv``, as ``configure_gpu_memory`` does: small models on one node, most of whose time is
+  that of launching kernels.  Nothing is calibrated;
+- ``ground_truth_multi.csv``, if it is there: vTrain's trainings over nodes (``data/`` of
+  <https://github.com/VIA-Research/vTrain>).  Four of them give the efficiency with which the others are predicted.
+
+Their table says nothing of recomputation; none is assumed.  A *choice* is a model, a batch and a number of GPUs in
+several layouts: is the one that is predicted to be the fastest within 3% of the fastest?
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_text
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.flags import Training, read_flags
+from megatron.fill.wings.configure.latency import timeline
+from megatron.fill.wings.configure.peaks import laid_out
+from megatron.fill.wings.configure.search import Evaluator
+from megatron.fill.wings.mainjob.parallel import Parallel
+from scripts.benchmarks.configure_gpu_memory import FUNCTIONAL, laid_out_as
+
+_OVER_NODES = "ground_truth_multi.csv"
+_TIME = "iteration_time_median_s"
+_NODE = 8  # GPUs
+_GPUS = {"a100": ("a100-80gb", "dgx-a100"), "h100": ("h100-80gb", "dgx-h100")}  # by the platform's name
+_TAUGHT = 4
+_EFFICIENCIES = [percent / 100 for percent in range(20, 81, 2)]
+_CLOSE = 0.03
+_FLAGS = {
+    "--num-layers": "# layers",
+    "--hidden-size": "hidden size",
+    "--num-attention-heads": "attention heads",
+    "--seq-length": "sequence length",
+    "--global-batch-size": "global batch",
+    "--micro-batch-size": "micro batch",
+    "--tensor-model-parallel-size": "tensor parallelism",
+    "--pipeline-model-parallel-size": "pipeline parallelism",
+}
+_ASSUMED = "--vocab-size 51200 --fp16 --transformer-impl local"  # its table does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A training whose iterations were timed; ``choice`` is equal for what may be chosen between."""
+
+    training: Training
+    parallel: Parallel
+    gpu: str
+    network: str
+    choice: Hashable
+    measured_s: float
+
+    def predicted_s(self, efficiency: float | None = None) -> float:
+        """The prediction, in seconds; with the configurator's own efficiency if there is None."""
+        gpus = self.parallel.gpus
+        shape = {"nodes": -(-gpus // _NODE), "gpus_per_node": min(gpus, _NODE)}
+        own = {} if efficiency is None else {"efficiency": efficiency}
+        cluster = Cluster.model_validate(shape | own | {"gpu": self.gpu, "network": self.network})
+        evaluator = Evaluator(self.training, cluster, cluster.links(Path()))
+        return timeline(evaluator.iteration(self.parallel)).period_ns / 1e9
+
+
+def read_small(folder: Path) -> tuple[list[Timed], int]:
+    """Read the functional tests; those of other GPUs, or with flags that are refused, are only counted."""
+    found: list[Timed] = []
+    lines = [line for line in _lines(folder / FUNCTIONAL) if line.get(_TIME)]
+    for line in lines:
+        known = next((its for name, its in _GPUS.items() if name in line["platform"]), None)
+        flags, gpus = laid_out_as(line)
+        try:
+            model, its = laid_out(flags, gpus)
+            training = read_flags(flags, ends=True)
+        except ConfigError:
+            continue
+        if known is not None and its.ep <= its.cp * its.dp:  # links of others are not known
+            found.append(Timed(training, its, *known, (model, its.global_batch, gpus, known), float(line[_TIME])))
+    return found, len(lines) - len(found)
+
+
+def read_over_nodes(folder: Path) -> list[Timed]:
+    """Read vTrain's trainings whose tensor parallelism is within a node; none if the file is not there."""
+    path = folder / _OVER_NODES
+    lines = _lines(path) if path.exists() else []
+    return [_over_nodes(line) for line in lines if int(line["tensor parallelism"]) <= _NODE]
+
+
+def _over_nodes(line: dict[str, str]) -> Timed:
+    flags = [text for flag, column in _FLAGS.items() for text in (flag, line[column])] + _ASSUMED.split()
+    training, gpus = read_flags(flags, ends=True), int(line["# GPUs"])
+    choice = tuple(line[name] for name in ("Parameters (billion)", "# GPUs", "global batch"))
+    _, its = laid_out(flags, gpus)
+    return Timed(training, its, "a100-80gb", "dgx-a100", choice, float(line["iteration time (ms)"]) / 1e3)
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(read_text(path, "a table of measured trainings").lstrip("\ufeff").splitlines()))
+
+
+def measure_gpu_time(folder: Path) -> dict[str, Any]:
+    """The figures, of each of the files that are there."""
+    small, refused = read_small(folder)
+    figures = {"small": _figures([(one, one.predicted_s()) for one in small]) | {"not_expressible": refused}}
+    if over_nodes := read_over_nodes(folder):
+        taught = over_nodes[:: len(over_nodes) // _TAUGHT][:_TAUGHT]
+        efficiency = min(_EFFICIENCIES, key=lambda its: fmean(_error(one, one.predicted_s(its)) for one in taught))
+        blind = [(one, one.predicted_s(efficiency)) for one in over_nodes if one not in taught]
+        figures["over_nodes"] = _figures(blind) | {"efficiency": efficiency}
+    return figures
+
+
+def _error(one: Timed, predicted_s: float) -> float:
+    return abs(predicted_s / one.measured_s - 1)
+
+
+def _figures(rows: Sequence[tuple[Timed, float]]) -> dict[str, Any]:
+    ratios = [predicted_s / one.measured_s - 1 for one, predicted_s in rows]
+    lost = _lost(rows)
+    return {
+        "rows": len(rows),
+        "mean": fmean(map(abs, ratios)),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "choices": len(lost),
+        "within_3_percent": fmean(its <= _CLOSE for its in lost) if lost else None,
+        "lost_mean": fmean(lost) if lost else None,
+    }
+
+
+def _lost(rows: Sequence[tuple[Timed, float]]) -> list[float]:
+    """Return how much slower the layout that is predicted to be the fastest is than the fastest, for each choice."""
+    choices: dict[Hashable, dict[Parallel, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for one, predicted_s in rows:
+        choices[one.choice][one.parallel].append((predicted_s, one.measured_s))
+    lost = []
+    for layouts in choices.values():
+        if len(layouts) > 1:
+            found = [(fmean(p for p, _ in its), median(m for _, m in its)) for its in layouts.values()]
+            lost.append(min(found)[1] / min(measured for _, measured in found) - 1)
+    return lost
