@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from megatron.fill.display import size
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, NodeProfile
-
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def why_nothing_fits(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int) -> str:
@@ -52,23 +51,16 @@ def _explain(cycle: BubbleCycle, profile: JobProfile, node: NodeProfile, bubble:
     if node.duration_ns > usable_ns:
         too_much.append(f"{_ms(node.duration_ns - usable_ns)} too long")
     if node.memory_bytes > slot.free_bytes:
-        too_much.append(f"{_size(node.memory_bytes - slot.free_bytes)} too large")
+        too_much.append(f"{size(node.memory_bytes - slot.free_bytes)} too large")
     reserved = f" with {_ms(reserve_ns)} reserved" if reserve_ns else ""
     reason = (
-        f"node {node.name!r} of {profile.configuration} ({_ms(node.duration_ns)}, {_size(node.memory_bytes)}) is"
+        f"node {node.name!r} of {profile.configuration} ({_ms(node.duration_ns)}, {size(node.memory_bytes)}) is"
         f" {' and '.join(too_much)} for bubble {bubble} ({slot.kind}, {_ms(slot.duration_ns)}{reserved},"
-        f" {_size(slot.free_bytes)} free), which fits it best"
+        f" {size(slot.free_bytes)} free), which fits it best"
     )
     most = max(slot.free_bytes for slot in cycle.slots)
-    return reason if node.memory_bytes <= most else f"{reason}; no bubble has more than {_size(most)} free"
+    return reason if node.memory_bytes <= most else f"{reason}; no bubble has more than {size(most)} free"
 
 
 def _ms(duration_ns: int) -> str:
     return f"{duration_ns / 1e6:.3f} ms"
-
-
-def _size(count: int) -> str:
-    for size, unit in _UNITS:
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

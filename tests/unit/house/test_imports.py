@@ -42,7 +42,7 @@ RULES: dict[str, set[str]] = {
     "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},
     # What is decided.
     "pipeline": {"errors", "given", "profiles", "types"},
-    "planner": {"errors", "given", "profiles", "types"},
+    "planner": {"display", "errors", "given", "profiles", "types"},
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
     "records": {"account", "errors", "folders", "linux", "status", "types"},
