@@ -50,12 +50,32 @@ def stand_in() -> None:
         (random.CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: contextlib.nullcontext()),
         (random, "_get_all_rng_states", lambda: ()),
         (random, "_set_all_rng_states", lambda *_states: None),
+        (random.CheckpointFunction, "backward", staticmethod(_ending(random.CheckpointFunction.backward))),
         (experts.SequentialMLP, "forward", _balanced(experts.SequentialMLP.forward)),
         (moe_utils.MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda _scale: None)),
         (token_dispatcher, "permute", _permuted(token_dispatcher.permute)),
     )
     for holder, name, its in changes:
         setattr(holder, name, its)
+
+
+def _ending(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's recomputation, which runs itself again without end where a module returns its own weight.
+
+    A dense MLP with biases does: it leaves its last bias to the layer, and torch makes that a result of the recomputation.
+    """
+    running: set[int] = set()
+
+    def run(its: Any, *gradients: Any) -> Any:
+        if id(its) in running:
+            raise RuntimeError("the recomputation of a module that returns its bias never ends; expected no bias")
+        running.add(id(its))
+        try:
+            return backward(its, *gradients)
+        finally:
+            running.remove(id(its))
+
+    return run
 
 
 def _balanced(forward: Callable[..., Any]) -> Callable[..., Any]:

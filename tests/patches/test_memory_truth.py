@@ -68,6 +68,12 @@ def test_what_megatron_does_not_run_is_an_error_that_says_which():
         list(truths([Asked(("--num-layers", "2"), 0, 1)]))
 
 
+def test_a_recomputation_that_never_ends_is_an_error_too():
+    """Megatron's own, of a dense MLP that leaves its bias to the layer."""
+    with pytest.raises(RuntimeError, match="returns its bias never ends; expected no bias"):
+        list(truths([asked((GPT, Parallel(pp=1, global_batch=1, **SELECTIVE)), 0)]))
+
+
 def test_the_tracker_counts_storages_once_and_forgets_them():
     with FakeTensorMode(), StorageTracker() as tracker:
         one = torch.empty(1000, dtype=torch.float32)
