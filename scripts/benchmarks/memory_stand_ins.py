@@ -62,7 +62,7 @@ def stand_in() -> None:
 def _ending(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's recomputation, which runs itself again without end where a module returns its own weight.
 
-    A dense MLP with biases does: it leaves its last bias to the layer, and torch makes that a result of the recomputation.
+    A dense MLP with biases does: it leaves its last bias to the layer, and torch makes that the recomputation's result.
     """
     running: set[int] = set()
 

@@ -20,7 +20,7 @@ from megatron.fill.wings.configure.energy import Energy
 from megatron.fill.wings.configure.flags import layout_flags, read_flags
 from megatron.fill.wings.configure.latency import bound_ns, iteration, timeline
 from megatron.fill.wings.configure.layout import lay_out
-from megatron.fill.wings.configure.links import Links, all_reduce_s
+from megatron.fill.wings.configure.links import Links, Route, all_reduce_s
 from megatron.fill.wings.configure.many import ManyOrders
 from megatron.fill.wings.configure.passes import Both, Passes, Profile
 from megatron.fill.wings.configure.room import least_bytes, margins, memory
@@ -92,6 +92,34 @@ def test_where_the_network_repeats_itself_looking_once_is_enough(seed):
     for tp, cp, pp, ep in shapes:
         its = Parallel(tp=tp, cp=cp, pp=pp, ep=ep, dp=24 // (tp * cp * pp), global_batch=24)
         assert lay_out(there, its) == lay_out(there, its, range(24))
+
+
+def test_experts_of_fewer_tensor_ranks_number_the_ranks_anew():
+    """By hand: two nodes of four ranks; eight experts are exchanged between nodes, four inside of them."""
+    there = Links.uniform(NodeNetwork("n", 100.0, 40.0, 4, 0.0), 2)
+    its = Parallel(tp=4, pp=1, dp=2, ep=4, expert_tp=1, global_batch=4, sequence_parallel=True)
+    inside, outside = Route([(100.0, 0.0)]), Route([(10.0, 0.0)])  # four share the way out
+    (found,) = lay_out(there, its).stages
+    assert (found.experts, found.expert_replicas) == ((inside,) * 3, outside)
+    (found,) = lay_out(there, replace(its, ep=2, expert_tp=2)).stages
+    assert (found.experts, found.expert_replicas) == ((inside,), outside)
+    (found,) = lay_out(there, replace(its, ep=8)).stages
+    assert (found.experts[3], found.expert_replicas) == (Route([(10.0, 0.0)]), Route())
+    (found,) = lay_out(there, replace(its, ep=1)).stages
+    assert (found.experts, found.expert_replicas) == ((), outside)
+
+
+def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():
+    """Eight ranks with an expert each take the time of their exchange, and reduce no experts' gradients."""
+    flags = (
+        "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --vocab-size 1000 --bf16 --swiglu "
+        "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --global-batch-size 8 "
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --expert-tensor-parallel-size 1"
+    )
+    plain = cluster(nodes=2)
+    found = search(read_flags([*flags.split(), "--expert-model-parallel-size", "8"]), plain, links(plain), 1)
+    assert {(one.parallel.ep, one.parallel.expert_replicas) for one in found.proposals} == {(8, 1)}
+    assert {its.ep for its in layouts(read_flags(flags.split()), 8, 4, Counter())} == {1, 2, 4, 8}
 
 
 # Latency

@@ -47,7 +47,7 @@ _SWITCHES = {
     "--account-for-loss-in-pipeline-split": "loss_is_layer",
 }
 _RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has its own
-_UNTIMED = ("--expert-tensor-parallel-size",)  # weighed in memory, not in time
+_UNTIMED = ("--expert-tensor-parallel-size",)  # weighed in memory and links, but not what such ranks gather
 _RANK_ORDER = "--use-tp-pp-dp-mapping"
 _MODULES = "--recompute-modules"
 _WEIGHED = ("core_attn", "mlp", "moe", "shared_experts")

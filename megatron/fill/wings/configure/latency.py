@@ -117,7 +117,7 @@ def stage_times(
 def step_sizes(
     model: ModelSpec, gpu: GpuKind, its: Parallel, passes: Passes | None
 ) -> list[tuple[float, float, float]]:
-    """Without expert parallelism, per stage: bytes of gradients and of weights, and an optimizer's own seconds."""
+    """Of experts without groups of their own, per stage: bytes of gradients, of weights, and an optimizer's seconds."""
     rows = []
     for stage in range(its.pp):
         ((count, *_), *_) = _parameter_groups(model, its, stage)
@@ -140,9 +140,9 @@ def _parameter_groups(model: ModelSpec, its: Parallel, stage: int) -> tuple[tupl
     """Parameters and the ranks that reduce them together: of what replicas share, and of experts."""
     experts = expert_parameters(model, its, stage)
     dense = stage_parameters(model, its, stage) - experts
-    if its.ep == 1:
+    if not its.has_expert_groups:
         dense, experts = dense + experts, 0.0
-    return (dense, its.replicas), (experts, its.replicas // its.ep)
+    return (dense, its.replicas), (experts, round(its.expert_replicas))
 
 
 def _exchange_s(model: ModelSpec, its: Parallel, routes: StageRoutes, tensor: bool) -> tuple[float, float]:

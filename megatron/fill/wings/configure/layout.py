@@ -1,7 +1,8 @@
 """Links that a layout's groups use, once its logical ranks are on physical ones.
 
 Ranks are numbered as Megatron does (``tp-cp-ep-dp-pp``): tensor-parallel ranks next to each other, then the replicas,
-context-parallel ones next to each other, then stages.  Expert-parallel ranks are replicas next to each other.
+context-parallel ones next to each other, then stages.  Experts number the same ranks anew: tensor-parallel ranks of an
+expert next to each other, then the expert-parallel ones, then those that have the same experts.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRout
         for tensor in range(its.tp)
     ]
     columns = [[row[tensor] for row in rows] for tensor in range(its.tp)]
-    experts = [column[first : first + its.ep] for column in columns for first in range(0, its.replicas, its.ep)]
+    width, share = its.expert_width, its.expert_width * its.ep  # ranks of an expert, and of all experts
+    experts = [
+        ranks[first + at : first + share : width] for first in range(0, len(ranks), share) for at in range(width)
+    ]
     return StageRoutes(
         links.ring(rows),
         links.ring(contexts),
@@ -87,9 +91,7 @@ def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRout
             for distance in range(1, its.ep)
         ),
         links.ring(columns),
-        links.ring([column[first :: its.ep] for column in columns for first in range(its.ep)])
-        if its.ep > 1
-        else Route(),
+        links.ring([ranks[first::share] for first in range(share)]) if its.has_expert_groups else Route(),
     )
 
 

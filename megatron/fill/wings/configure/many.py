@@ -60,7 +60,7 @@ class ManyOrders:
         """True if it can be applied to a layout."""
         groups = range(0, its.gpus, its.tp)
         inside = all(len(set(links.nodes[at : at + its.tp])) == 1 for at in groups)
-        return its.cp == its.ep == 1 and its.pp > 1 and inside
+        return its.cp == 1 and not its.has_expert_groups and its.pp > 1 and inside
 
     def __call__(self, orders: Ints) -> tuple[Ints, Floats]:
         """K orders, K x ranks, whose tensor-parallel groups are in their own order.

@@ -141,7 +141,7 @@ class Evaluator:
         if order is not None:
             layout = lay_out(self.links, its, order)
         else:
-            shape = its.tp, its.cp, its.ep, its.pp, its.dp
+            shape = its.tp, its.cp, its.ep, its.expert_tp, its.pp, its.dp
             if shape not in self._layouts:
                 self._layouts[shape] = lay_out(self.links, its)
             layout = self._layouts[shape]

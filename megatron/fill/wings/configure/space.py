@@ -67,7 +67,8 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
     layers = model.layers + embedding + loss
     given = fixed.get("stage_layers")
     ends = {} if embedding or loss or given else _uneven(layers, pp)
-    experts = [its for its in divisors(dp * cp) if model.experts % its == 0] if model.experts else [1]
+    holders = tp * dp * cp // fixed.get("expert_tp", tp)  # ranks that may have different experts, each of that width
+    experts = [its for its in divisors(max(1, holders)) if model.experts % its == 0] if model.experts else [1]
     for microbatch, ep in product(
         _choices("microbatch", divisors(training.global_batch // dp), fixed), _choices("ep", experts, fixed)
     ):
@@ -82,9 +83,6 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
                 continue
             if chunk > 1 and not _grouped(microbatches, fixed.get("group_size", pp), pp):
                 excluded["virtual stages: micro-batches in groups that have at least as many as there are stages"] += 1
-                continue
-            if dp * cp % ep:
-                excluded["--expert-model-parallel-size divides the replicas, whose links alone are modelled"] += 1
                 continue
             if ends is None:
                 excluded["--num-layers is divided among the stages, but for the first and the last"] += 1

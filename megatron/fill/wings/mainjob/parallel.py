@@ -135,6 +135,11 @@ class Parallel:
         return self.expert_tp or self.tp
 
     @property
+    def has_expert_groups(self) -> bool:
+        """True if other ranks have the same experts than have the same attention weights."""
+        return self.ep > 1 or self.expert_width != self.tp
+
+    @property
     def expert_replicas(self) -> float:
         """The number of ranks with the same experts, which reduce their gradients together."""
         return self.tp * self.replicas / (self.expert_width * self.ep)
@@ -159,7 +164,7 @@ class Parallel:
         if self.cp > 1 and model.sequence % (2 * self.cp):
             raise ValueError(f"cp is {self.cp}; expected a divisor of half the model's sequence, {model.sequence}")
         ranks = self.tp * self.replicas
-        if model.experts and (ranks % self.expert_width or model.ffn % self.expert_width):
+        if ranks % self.expert_width or (model.experts and model.ffn % self.expert_width):
             raise ValueError(
                 f"expert_tp is {self.expert_width}; expected a divisor of tp * cp * dp, {ranks}, and of ffn_hidden, "
                 f"{model.ffn}"
