@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from megatron.fill.cli.app import app
 from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.torch_csv import dump_csv
 from megatron.fill.wings.configure.network import Network, Place
 from megatron.fill.wings.configure.passes import Both
 from tests.support.configuring import random_links
@@ -228,3 +230,28 @@ def test_layers_that_megatron_cannot_divide_do_not_pay():
     result = CliRunner().invoke(app, ["pays", "--gpus", "8", "--", *flags.split()])
     assert isinstance(result.exception, ConfigError)
     assert "--num-layers is 30: expected a multiple of the 4 stages" in str(result.exception)
+
+
+def test_pays_weighs_a_schedule_from_a_file(folder):
+    layout = [*FLAGS.split(), "--pipeline-model-parallel-size", "4"]
+    usual = json.loads(pays("--json", "--", *layout))
+    for name in ("1f1b", "zb-h1"):
+        dump_csv(folder / f"{name}.csv", make_schedule(name, 4, 32))
+    assert json.loads(pays("--json", "--schedule", "1f1b.csv", "--", *layout)) == usual
+    assert json.loads(pays("--json", "--schedule", "zb-h1.csv", "--", *layout))["iteration_s"] < usual["iteration_s"]
+
+
+def test_pays_says_what_is_wrong_with_the_file_of_a_schedule(folder):
+    layout = [*FLAGS.split(), "--pipeline-model-parallel-size", "4"]
+    dump_csv(folder / "few.csv", make_schedule("1f1b", 2, 32))
+    dump_csv(folder / "short.csv", make_schedule("1f1b", 4, 8))
+    (folder / "not.csv").write_text("0F0,what\n")
+    for name, problem in {
+        "few.csv": "it has 2 ranks: expected 4, as the training has",
+        "short.csv": "it has 8 microbatches: expected 32, as the training has",
+        "not.csv": "line 1, cell 2: 'what' is not an action",
+        "none.csv": "none.csv",
+    }.items():
+        with pytest.raises(ConfigError, match=problem) as caught:
+            pays("--schedule", name, "--", *layout)
+        assert "\n" not in str(caught.value)

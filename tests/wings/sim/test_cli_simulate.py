@@ -14,6 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.torch_csv import dump_csv
 from megatron.fill.wings.sim import commands as command
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,6 +98,30 @@ def test_one_simulation_in_full():
     assert "2 h of 4 devices, 12 fill jobs, policy priority" in output
     for text in ("llm/stage 0", "llm/stage 1", "bert-base-training", "Deadlines met", "a day"):
         assert text in output
+
+
+def bubbles(*arguments: str) -> float:
+    (found,) = json.loads(run(CONFIG, "--json", *arguments))
+    return found["total"]["bubble"]
+
+
+def test_a_schedule_from_a_file_is_simulated_as_the_same_by_name(folder):
+    for name in ("gpipe", "zb-h1"):
+        dump_csv(folder / "own.csv", make_schedule(name, 2, 4))
+        (folder / name).mkdir()
+        (folder / "own.csv").rename(folder / name / "own.csv")
+        assert bubbles("--schedule", f"{name}/own.csv") == bubbles("--sweep", f"schedule={name}")
+    assert bubbles("--schedule", "zb-h1/own.csv") < bubbles()
+
+
+def test_a_wrong_file_of_a_schedule_is_one_line(folder):
+    dump_csv(folder / "deep.csv", make_schedule("1f1b", 4, 4))
+    dump_csv(folder / "v.csv", make_schedule("zb-v", 2, 4, 2))
+    assert problem(CONFIG, "--schedule", "deep.csv").endswith("it has 4 ranks: expected 2, as the training has")
+    assert problem(CONFIG, "--schedule", "v.csv").endswith("it has 2 stages per rank: expected 1, as the training has")
+    deeper = changed("main_jobs/0/parallel/chunks", 2)
+    assert problem(deeper, "--schedule", "v.csv").endswith("(0, 1, 1, 0): expected 0 to 1 in turn")
+    assert "none.csv" in problem(CONFIG, "--schedule", "none.csv")
 
 
 def test_json_csv_and_picture_agree():

@@ -14,6 +14,7 @@ from megatron.fill.pipeline.bubbles import bubble_cycle
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, simulate
+from megatron.fill.pipeline.torch_csv import dump_csv
 from megatron.fill.report.schema import Cycles, RankCycle
 from megatron.fill.types import BubbleKind, CycleKey, RankRecord
 from megatron.fill.wings.sim.recorded.groups import Reschedule, recorded_groups, rescheduled_groups
@@ -187,3 +188,13 @@ def test_records_that_cannot_be_timed_again_are_refused(tmp_path):
     (tmp_path / "report.json").write_text(Cycles(ranks=recorded()).model_dump_json())
     with pytest.raises(ConfigError, match="holds no records of a training; expected a run folder"):
         rescheduled_groups(tmp_path / "report.json", None, Reschedule())
+
+
+def test_another_schedule_from_a_file_is_the_same_as_by_its_name(tmp_path):
+    path = run_folder(tmp_path)
+    stages = len(rescheduled_groups(path, None, Reschedule()))
+    dump_csv(tmp_path / "gpipe.csv", make_schedule("gpipe", stages, 4))
+    by_file = rescheduled_groups(path, None, Reschedule(str(tmp_path / "gpipe.csv")))
+    assert by_file == rescheduled_groups(path, None, Reschedule("gpipe"))
+    with pytest.raises(ConfigError, match="it has 4 microbatches: expected 8"):
+        rescheduled_groups(path, None, Reschedule(str(tmp_path / "gpipe.csv"), 8))

@@ -9,7 +9,6 @@ from functools import lru_cache
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.program import eager, rendezvous
 from megatron.fill.pipeline.schedule import Pass
-from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.wings.configure.layout import Layout, StageRoutes
 from megatron.fill.wings.configure.links import all_reduce_s
@@ -24,6 +23,7 @@ from megatron.fill.wings.mainjob.analytic import (
 from megatron.fill.wings.mainjob.hardware import GpuKind
 from megatron.fill.wings.mainjob.memory import expert_parameters, stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
 
 _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
@@ -254,7 +254,7 @@ def compiled_schedule(its: Parallel, rendezvous: bool = False) -> tuple[Compiled
     is ready to receive is told behind what it sends: so it waits for one way after the other, and the other stage for
     what it receives only.  In 1F1B, mostly the later stage comes last; so it is taken here.
     """
-    name = "interleaved" if its.chunks > 1 else its.schedule
+    name = "interleaved" if its.chunks > 1 and its.schedule == "1f1b" else its.schedule
     return _compiled(name, its.pp, its.microbatches, its.chunks, its.group_size, rendezvous)
 
 
@@ -262,7 +262,7 @@ def compiled_schedule(its: Parallel, rendezvous: bool = False) -> tuple[Compiled
 def _compiled(
     name: str, stages: int, microbatches: int, chunks: int, group_size: int | None, both_wait: bool
 ) -> tuple[Compiled, Waits]:
-    schedule = make_schedule(name, stages, microbatches, chunks, group_size)
+    schedule = order_of(name, stages, microbatches, chunks, group_size)
     rows = []
     for program in (rendezvous if both_wait else eager)(schedule):
         waits = []

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training
-from megatron.fill.wings.configure.search import search
+from megatron.fill.wings.configure.search import Evaluator, Proposal, search
 from megatron.fill.wings.configure.value import Valued, fill_kinds, valued
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
-from megatron.fill.wings.mainjob.parallel import Recompute
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
 _ONE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
 
 
-def figures(training: Training, gpus: int | None, gpu: str, network: str) -> Valued:
+def figures(training: Training, gpus: int | None, gpu: str, network: str, schedule: Path | None = None) -> Valued:
     """Its time, memory and bubbles, with what the bubbles are worth; flags that are left out mean 1, as in Megatron.
 
     Args:
         gpus: number of GPUs of the training; None for one replica's.
+        schedule: file of the schedule, in torch's form; None for Megatron's.
 
     Raises:
-        ConfigError: a name is not known, or the layout is invalid or does not fit.
+        ConfigError: a name is not known, or the layout is invalid or does not fit, or the file is wrong.
     """
     for option, name, known in (("--gpu", gpu, GPUS), ("--network", network, NETWORKS)):
         _check_known(option, name, list(known))
@@ -42,8 +44,18 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str) -> Val
         raise ConfigError(f"--gpus is {count}: expected a multiple of the {node} of a node")
     cluster = Cluster(nodes=count // node, gpus_per_node=node, gpu=GPUS[gpu], network=NETWORKS[network])
     held = Training(training.model, training.global_batch, training.precision, fixed, training.others)
-    found = search(held, cluster, cluster.links(Path()), 1)
-    return valued(found.proposals[0], fill_kinds(cluster.gpu, None))
+    links = cluster.links(Path())
+    proposal = search(held, cluster, links, 1).proposals[0]
+    if schedule is not None:
+        proposal = _by_file(Evaluator(held, cluster, links), proposal.parallel, schedule)
+    return valued(proposal, fill_kinds(cluster.gpu, None))
+
+
+def _by_file(evaluator: Evaluator, its: Parallel, schedule: Path) -> Proposal:
+    found = evaluator.proposal(evaluator.iteration(replace(its, schedule=str(schedule.resolve()))))
+    if found is None:
+        raise ConfigError(f"{schedule}: it holds more activations than fit {evaluator.cluster.gpu.name}: expected less")
+    return found
 
 
 def _check_known(option: str, name: str, known: Sequence[str]) -> None:

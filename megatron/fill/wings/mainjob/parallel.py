@@ -54,7 +54,7 @@ class Parallel:
         chunks: virtual stages per rank.
         microbatch: samples per microbatch.
         global_batch: samples per iteration, over all data-parallel ranks.
-        schedule: a name that ``pipeline.schedules.make_schedule`` knows.
+        schedule: a name that ``pipeline.schedules.make_schedule`` knows, or the absolute path of a schedule's file.
         group_size: microbatches in a group of the interleaved schedule; None for ``pp``.
         sequence_parallel: True if the activations that tensor parallelism replicates are divided along the sequence.
         recompute_modules: modules that selective recomputation computes again, of ``core_attn``, ``mlp``, ``moe`` and

@@ -31,6 +31,10 @@ def simulate(
         list[str] | None,
         typer.Option("--sweep", metavar="FIELD=V,V", help="Every value of a field: dp=8,16,32. May be repeated."),
     ] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option("--schedule", metavar="FILE", help="Of every main job: a CSV file, docs/schedules.md."),
+    ] = None,
     price: Annotated[
         float | None,
         typer.Option("--price", metavar="X", min=0, max=1e9, help="Of a GPU-hour, for what is saved a day."),
@@ -64,7 +68,10 @@ def simulate(
         source, data, notes = from_report(report, gpus)
     else:
         raise ConfigError("expected a CONFIG file, or --from with a report.json and perhaps --gpus")
-    tasks = plan_runs(source, data, [parse_sweep(text) for text in sweep or ()], policy or (), price)
+    sweeps = [parse_sweep(text) for text in sweep or ()]
+    if schedule is not None:
+        sweeps.append(("schedule", (str(schedule.resolve()),)))
+    tasks = plan_runs(source, data, sweeps, policy or (), price)
     for option, path in (("--png", png), ("--csv", csv)):
         if path is not None:
             check_writable(option, path)

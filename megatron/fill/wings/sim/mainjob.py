@@ -8,13 +8,13 @@ from functools import lru_cache
 from megatron.fill.pipeline.bubbles import bubble_cycle, bubble_share, peak_activation_bytes
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedule import Schedule
-from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Timeline, simulate
 from megatron.fill.profiles import BubbleCycle
 from megatron.fill.wings.mainjob.analytic import CostModel
 from megatron.fill.wings.mainjob.hardware import GIB, GpuKind, Network
 from megatron.fill.wings.mainjob.memory import StageMemory, activation_bytes, stage_memory
 from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
 from megatron.fill.wings.sim.values import DeviceGroup
 
@@ -184,7 +184,7 @@ class MainJob:
 
 @lru_cache(maxsize=64)
 def _schedule(name: str, stages: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-    schedule = make_schedule(name, stages, microbatches, chunks, group_size)
+    schedule = order_of(name, stages, microbatches, chunks, group_size)
     if schedule.placement != tuple(range(stages)) * chunks:  # costs and memory are those of Megatron's placement
         raise ValueError(f"schedule is {name}; expected one with the first stage on rank 0 and the last on rank pp - 1")
     return schedule

@@ -113,6 +113,10 @@ def pays(
     ] = None,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Which kind.")] = "a100-80gb",
     network: Annotated[str, typer.Option("--network", metavar="NAME", help="Which kind of nodes.")] = "dgx-a100",
+    schedule: Annotated[
+        Path | None,
+        typer.Option("--schedule", metavar="FILE", help="Instead of Megatron's: a CSV file, docs/schedules.md."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print the value of a training's bubbles, or that filling does not pay; without GPUs, in a second.
@@ -125,7 +129,7 @@ def pays(
     from megatron.fill.wings.configure.pays import figures
 
     training = read_flags(flags)
-    found = figures(training, gpus, gpu, network)
+    found = figures(training, gpus, gpu, network, schedule)
     worth = found.gpus_worth / found.proposal.parallel.gpus
     if as_json:
         print_json(_figures(found) | {"pays": worth >= _PAYS, "ignored": training.ignored})
@@ -136,7 +140,7 @@ def pays(
         print(f"Inference of BERT-base in them does the work of {found.gpus_worth:.2f} GPUs ({worth:.1%}).")
     else:
         print(f"Filling does not pay: inference of BERT-base would do the work of {found.gpus_worth:.2f} GPUs in them.")
-        if its.parallel.chunks > 1 or its.bubble_share < _PAYS:
+        if schedule is None and (its.parallel.chunks > 1 or its.bubble_share < _PAYS):
             print("With virtual stages or many micro-batches, too little time is left between passes.")
     _print_ignored(training)
 

@@ -23,6 +23,7 @@ from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.records import last_segment
 from megatron.fill.report.schema import Cycles, RankCycle
 from megatron.fill.types import RankRecord
+from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.sim.recorded.busy import RecordedMainJob
 from megatron.fill.wings.sim.values import DeviceGroup
 
@@ -37,7 +38,7 @@ class Reschedule:
     """Another schedule for the recorded passes, on the same number of stages; None keeps the recorded value.
 
     Attributes:
-        schedule: name for ``make_schedule``; an interleaved one only if the recorded one is.
+        schedule: as in ``Parallel``; an interleaved one only if the recorded one is.
         group_size: group size of an interleaved schedule.
         weight_share: share of a backward pass for the weights' gradients, which Megatron's passes do not show; needed
             by schedules that split the pass.
@@ -156,9 +157,10 @@ def read_pipeline(folder: Path) -> tuple[list[RankRecord], Schedule]:
 def _changed(recorded: Schedule, change: Reschedule) -> Schedule:
     name = change.schedule or recorded.name
     microbatches = change.microbatches or recorded.microbatches
-    if (name == "interleaved") != (recorded.chunks > 1):
+    of_file = Path(name).is_absolute()
+    if not of_file and (name == "interleaved") != (recorded.chunks > 1):
         raise ValueError(f"schedule is {name}; expected one with {recorded.chunks} chunks per rank, as recorded")
-    return make_schedule(name, recorded.stages, microbatches, recorded.chunks, change.group_size)
+    return order_of(name, recorded.stages, microbatches, recorded.chunks, change.group_size)
 
 
 def _costs(records: Sequence[RankRecord], schedule: Schedule, weight_share: float) -> PipelineCosts:

@@ -1,0 +1,37 @@
+"""The schedule of a training, by its name or from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.schedule import Schedule
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.torch_csv import load_csv
+
+
+def order_of(name: str, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None) -> Schedule:
+    """Return a schedule with these counts.
+
+    Args:
+        name: name that ``pipeline.schedules.make_schedule`` knows, or the absolute path of a file in torch's form.
+        group_size: group size of an interleaved schedule by name; a file has its own order.
+
+    Raises:
+        ConfigError: the file is not a schedule, or one with other counts or with stages in another place.
+        ValueError: the name is unknown, or the schedule does not accept an argument.
+    """
+    path = Path(name)
+    if not path.is_absolute():
+        return make_schedule(name, stages, microbatches, chunks, group_size)
+    schedule = load_csv(path)
+    for what, there, wanted in (
+        ("ranks", schedule.stages, stages),
+        ("microbatches", schedule.microbatches, microbatches),
+        ("stages per rank", schedule.chunks, chunks),
+    ):
+        if there != wanted:
+            raise ConfigError(f"{path}: it has {there} {what}: expected {wanted}, as the training has")
+    if schedule.placement != tuple(range(stages)) * chunks:  # costs and memory are those of Megatron's placement
+        raise ConfigError(f"{path}: its stages are on ranks {schedule.placement}: expected 0 to {stages - 1} in turn")
+    return schedule
