@@ -106,7 +106,7 @@ def test_experts_of_fewer_tensor_ranks_number_the_ranks_anew():
     (found,) = lay_out(there, replace(its, ep=8)).stages
     assert (found.experts[3], found.expert_replicas) == (Route([(10.0, 0.0)]), Route())
     (found,) = lay_out(there, replace(its, ep=1)).stages
-    assert (found.experts, found.expert_replicas) == ((), outside)
+    assert (found.experts, found.expert_replicas) == ((), Route([(40.0, 0.0), (100.0, 0.0)]))
 
 
 def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():

@@ -121,7 +121,7 @@ class Evaluator:
         self.passes = passes
         self.correction = correction
         self.margins = margins(training.model, correction is not None)
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._layouts: dict[tuple[int | None, ...], Layout] = {}
         self._models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
 
     def _model(self, tp: int) -> ModelSpec:
