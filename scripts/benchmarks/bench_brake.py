@@ -8,7 +8,6 @@ that the brake lets be filled takes longer by the true slowdown.
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -59,7 +58,6 @@ def main() -> None:
     }
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))
-    print(json.dumps(summary, indent=2))
     write_figures(options.json, summary, noticed=rows)
 
 

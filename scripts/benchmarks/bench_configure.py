@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.dedicate import anneal
@@ -61,6 +59,7 @@ LARGE = (
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
 PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication")
+PLACES = {"gpu-memory": ("gpu_memory",), "gpu-time": ("gpu_time",), "learned": ("memory_learned",)}  # in the summary
 
 
 def cluster(nodes: int, gpus: int, gpu: str) -> Cluster:
@@ -183,33 +182,21 @@ def main() -> None:
                 row = measure_dedication(nodes, options.seconds, options.pipette_seconds)
                 report(f"dedication, {nodes} nodes", row)
                 results.add(part, row, "dedication", str(nodes))
-        elif part == "memory":
-            figures = measure_memory(options.truths)
-            rows = figures.pop("rows")
-            report(part, figures)
-            results.add(part, figures, rows=rows)
-        elif part == "gpu-memory":
-            figures = measure_gpu_memory(options.truth)
-            groups, recipes = figures.pop("groups"), figures.pop("recipes")
-            report(part, figures | groups | recipes)
-            results.add(part, figures, "gpu_memory", groups=groups)
-        elif part == "gpu-time":
-            figures = measure_gpu_time(options.truth)
-            report(part, figures)
-            results.add(part, figures, "gpu_time")
-        elif part == "learned":
-            figures = measure_learned(options.samples, options.truths)
-            report(part, figures)
-            results.add(part, figures, "memory_learned")
-        else:
-            figures = {
-                "timeline": lambda: measure_timeline(options.cases),
-                "search": measure_search,
-                "speed": measure_speed,
-                "limits": lambda: measure_limits(3, options.truths),
-            }[part]()
-            report(part, figures)
-            results.add(part, figures)
+            continue
+        figures = {
+            "timeline": lambda: measure_timeline(options.cases),
+            "search": measure_search,
+            "speed": measure_speed,
+            "memory": lambda: measure_memory(options.truths),
+            "learned": lambda: measure_learned(options.samples, options.truths),
+            "limits": lambda: measure_limits(3, options.truths),
+            "gpu-memory": lambda: measure_gpu_memory(options.truth),
+            "gpu-time": lambda: measure_gpu_time(options.truth),
+        }[part]()
+        details = {name: figures.pop(name) for name in ("rows", "groups") if name in figures}
+        only_shown = figures.pop("recipes", {})
+        report(part, figures | details.get("groups", {}) | only_shown)
+        results.add(part, figures, *PLACES.get(part, ()), **details)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections import defaultdict
@@ -35,18 +33,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
-from scripts.benchmarks.harness import Results, arguments, opened
+from scripts.benchmarks.harness import Results, arguments, opened, pipefill
 from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown, settings
 
 PARTS = ("profile", "cpu", "emulated", "identity")
 IDENTITY_PAIRS = 2
 _SETTLING = 2  # pairs
 TEXTS = 2000  # of about 1,000 characters: more than a run can embed
-PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 
 
 def write_texts(folder: Path) -> None:
@@ -75,11 +71,7 @@ def write_jobs(folder: Path) -> Path:
         {
             "name": "minilm",
             "task": "megatron.fill.sidetask.embed:EmbedTexts",
-            "args": {
-                "folder": str(folder / "texts"),
-                "batch_sizes": [8, 4],
-                "pieces": 48,
-            },
+            "args": {"folder": str(folder / "texts"), "batch_sizes": [8, 4], "pieces": 48},
         },
     ]
     return jobs_file(folder / "jobs.yaml", jobs)
@@ -91,9 +83,8 @@ def profiled(folder: Path, jobs: Path) -> dict[str, Any]:
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     arguments = ["profile", str(jobs), "--device", "cpu", "--store", str(folder / "jobs.db"), "--json"]
-    done = subprocess.run([*PIPEFILL, *arguments], stdout=subprocess.PIPE, text=True, check=True)
-    path.write_text(done.stdout, encoding="utf-8")
-    return json.loads(done.stdout)
+    path.write_text(found := pipefill(*arguments), encoding="utf-8")
+    return json.loads(found)
 
 
 def step_efficiency(run_dir: Path) -> float | None:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import Emulation, Launches, why_not
 from megatron.fill.linux import host
 from megatron.fill.pages.gate import SharedGate, SharedGateReader

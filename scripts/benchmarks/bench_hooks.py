@@ -12,7 +12,6 @@ over the iteration time of a real run.
 from __future__ import annotations
 
 import inspect
-import json
 import statistics
 import tempfile
 import time
@@ -135,7 +134,6 @@ def main() -> None:
         "iteration_ms": options.iteration_ms,
         "measuring_share": cost_us / (options.iteration_ms * 1e3),
     }
-    print(json.dumps(summary, indent=2))
     write_figures(options.json, summary)
 
 

@@ -17,12 +17,10 @@ plain one in pairs of blocks with and without filling, for the slowdown.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.benchmarks.harness import arguments, opened
 from scripts.benchmarks.sidetasks import TASKS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train

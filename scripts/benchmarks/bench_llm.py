@@ -14,22 +14,20 @@ Python's standard library, with this project, into ``--folder``, once.  The part
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.benchmarks.harness import arguments, opened
-from scripts.benchmarks.llm import answers, bubbles, kills, lag, trained
+from scripts.benchmarks.llm import answers, bubbles, kills, trained
 
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
     "killed": kills.measure,
     "bubbles": bubbles.measure,
-    "lag": lag.measure,
+    "lag": bubbles.measure_lag,
 }
 
 

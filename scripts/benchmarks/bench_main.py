@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from scripts.benchmarks.gpu_figures import harvest_in_blocks
 from scripts.benchmarks.harness import Results, arguments, opened

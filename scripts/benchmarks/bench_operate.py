@@ -23,7 +23,6 @@ import random
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,13 +30,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.status import Status
 from megatron.fill.store import NewJob, Progress, open_store
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
 from scripts.benchmarks.bench_report import write_run
-from scripts.benchmarks.harness import arguments, opened
+from scripts.benchmarks.harness import arguments, opened, pipefill
 from tests.e2e.deaths import die
 from tests.e2e.training import warm_ranks
 
@@ -46,12 +44,6 @@ _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtua
 _OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
 _STAGES = _MICROBATCHES = 4
 _USERS, _RUNS = 7, 5
-
-
-def pipefill(*args: str) -> str:
-    """Run the command; return what it prints."""
-    code = "from megatron.fill.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True).stdout
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -13,8 +13,6 @@ import json
 import os
 import random
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -41,7 +39,7 @@ from megatron.fill.types import (
     WorkerRecord,
     fills_block,
 )
-from scripts.benchmarks.harness import arguments, write_figures
+from scripts.benchmarks.harness import arguments, pipefill, write_figures
 
 MS = 1_000_000
 FORWARD_NS, NOISE, STEP_NS, LATENCY_NS = 10 * MS, 0.05, 2 * MS, MS // 10
@@ -129,17 +127,14 @@ def write_run(run_dir: Path, ranks: int, stages: int, microbatches: int, iterati
 
 def report(run_dir: Path) -> dict[str, Any]:
     """Run the command; seconds, CPU seconds and peak memory."""
-    code = "from megatron.fill.cli import main; main()"
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code, "report", str(run_dir)], capture_output=True, text=True, check=True
-    )
+    printed = pipefill("report", str(run_dir))
     seconds, after = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
         "peak_bytes": after.ru_maxrss * 1024,
-        "printed_lines": done.stdout.count("\n"),
+        "printed_lines": printed.count("\n"),
         "file_bytes": {name: (run_dir / name).stat().st_size for name in (REPORT, TRACE, TIMELINE)},
     }
 
@@ -169,7 +164,6 @@ def main() -> None:
         "peak_mib": round(measured["peak_bytes"] / 2**20),
         "load_15_minutes": round(os.getloadavg()[2], 1),
     }
-    print(json.dumps(summary, indent=2))
     write_figures(options.json, summary, records=made, report=measured)
 
 

@@ -39,10 +39,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.pipeline.bubbles import ideal_bubble_share
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedules import make_schedule

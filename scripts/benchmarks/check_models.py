@@ -30,11 +30,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from megatron.fill.linux.files import write_text  # noqa: E402
-from scripts.benchmarks import compared_families, tiny_families  # noqa: E402
+from megatron.fill.linux.files import write_text
+from scripts.benchmarks import compared_families, harness, tiny_families
 
 COMMAND = "python scripts/benchmarks/check_models.py --json docs/benchmarks/models.json"
 NOT_COMPARED = "not compared"
@@ -70,8 +67,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="the file of results, which a later call goes on with")
+    parser = harness.arguments(__doc__)
     parser.add_argument("--families", nargs="+", help="model types; without: all that the file does not have")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="begin no family after so long")
     parser.add_argument(

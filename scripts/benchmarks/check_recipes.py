@@ -14,7 +14,6 @@ trains without PipeFill only.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -28,15 +27,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from megatron.fill.linux.files import write_text  # noqa: E402
-from scripts.benchmarks import recipes  # noqa: E402
-from scripts.benchmarks.recipe_sizes import Shrunk, shrink  # noqa: E402
-from scripts.benchmarks.recipe_trials import Outcome, Trial  # noqa: E402
-from tests.e2e.training import warm_ranks  # noqa: E402
-from tests.parallelism.check import earlier  # noqa: E402
+from megatron.fill.linux.files import write_text
+from scripts.benchmarks import recipes
+from scripts.benchmarks.harness import arguments
+from scripts.benchmarks.recipe_sizes import Shrunk, shrink
+from scripts.benchmarks.recipe_trials import Outcome, Trial
+from tests.e2e.training import warm_ranks
+from tests.parallelism.check import earlier
 
 COMMAND = "python scripts/benchmarks/check_recipes.py --megatron PATH --json docs/benchmarks/megatron-recipes.json"
 
@@ -123,19 +120,8 @@ def check(recipe: recipes.Recipe, done: list[Row], checkout: Path, folder: Path,
 
 
 def _row(recipe: recipes.Recipe, shrunk: Shrunk, outcome: Outcome, same_as: str = "", seconds: float = 0.0) -> Row:
-    return Row(
-        name=recipe.name,
-        family=recipe.family,
-        kind=recipe.kind,
-        local=recipe.local,
-        ranks=shrunk.ranks,
-        resumed=shrunk.resumed,
-        replaced=shrunk.replaced,
-        flags=_flags(shrunk),
-        outcome=outcome,
-        same_as=same_as,
-        seconds=seconds,
-    )
+    read = recipe.name, recipe.family, recipe.kind, recipe.local
+    return Row(*read, shrunk.ranks, shrunk.resumed, shrunk.replaced, _flags(shrunk), outcome, same_as, seconds)
 
 
 def _flags(shrunk: Shrunk) -> str:
@@ -177,10 +163,9 @@ def write(path: Path, rows: list[Row], recipes_read: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--megatron", type=Path, required=True, metavar="PATH", help="a checkout of Megatron-LM")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="only these, also if they were trained before")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here, after each recipe")
     parser.add_argument("--limit", type=float, default=240, metavar="S", help="seconds for each start of a training")
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no other recipe after so long")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and reports in this new folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,20 @@ class Results:
         write_text(self._path, json.dumps(content, indent=2) + "\n")  # a call may be killed while it writes
 
 
+def pipefill(*words: str) -> str:
+    """Run the command; return what it prints."""
+    call = [sys.executable, "-c", "from megatron.fill.cli import main; main()", *words]
+    return subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 def command() -> str:
     """The call of this program, as one types it in the root of the checkout."""
     return " ".join(["python", f"scripts/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def write_figures(path: Path | None, summary: dict[str, Any], **details: Any) -> None:
-    """Write the figures of a benchmark that has one part, over those of earlier calls, if there is a file for them."""
+    """Print the figures of a benchmark that has one part; write them over a file's, if there is one, with details."""
+    print(json.dumps(summary, indent=2))
     if path is not None:
         write_text(path, json.dumps({"command": command(), "summary": summary, **details}, indent=2) + "\n")
 

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scripts.benchmarks.memory_tracker import StorageTracker
 
-ROOT = Path(__file__).resolve().parents[2]
 # Nothing is run again, or the tracker would count the batches that are kept for it, which real runs have on the host.
 _RUN = (
     "--fake-process-group --mock-data --tokenizer-type NullTokenizer --lr 1e-4 --lr-decay-style constant "
@@ -84,7 +83,7 @@ class _Prepared:
         from megatron.training import training
 
         import pretrain_gpt
-        from scripts.benchmarks.memory_stand_ins import stand_in
+        from scripts.benchmarks.memory_tracker import stand_in
 
         self.script: Any = pretrain_gpt
         self.training: Any = training
@@ -130,8 +129,7 @@ def _iterate(prepared: _Prepared, asked: Asked, detailed: bool) -> tuple[Truth, 
     from megatron.training.initialize import initialize_megatron
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from scripts.benchmarks.memory_stand_ins import routed
-    from scripts.benchmarks.memory_tracker import StorageTracker
+    from scripts.benchmarks.memory_tracker import StorageTracker, routed
 
     its = parse_and_validate_args(args_defaults={})
     container = pretrain_cfg_container_from_args(its, gpt_config_from_args(its))
@@ -226,7 +224,6 @@ def main() -> None:
     parser.add_argument("--asked", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags")
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     prepared = _Prepared()
     if options.asked:
         for one in json.loads(options.asked.read_text(encoding="utf-8")):

@@ -85,16 +85,8 @@ def launcher(ranks: int) -> list[str]:
 
 
 def command(iterations: int, log_dir: Path, script: Sequence[str], *extra: str, main: MainJob = GPT) -> list[str]:
-    return [
-        *launcher(main.ranks),
-        *script,
-        *" ".join(main.flags).split(),
-        "--train-iters",
-        str(iterations),
-        "--tensorboard-dir",
-        str(log_dir),
-        *extra,
-    ]
+    ours = ["--train-iters", str(iterations), "--tensorboard-dir", str(log_dir), *extra]
+    return [*launcher(main.ranks), *script, *" ".join(main.flags).split(), *ours]
 
 
 @contextmanager

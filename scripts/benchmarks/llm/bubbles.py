@@ -1,24 +1,41 @@
-"""Tokens a second in the bubbles of a training, against the same job alone on the same core."""
+"""Language models in the bubbles of a training: tokens a second, and how far the evaluation of checkpoints lags."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron.fill.folders import output_file
+from megatron.fill.wings.llm.megatron import checkpoints
 from scripts.benchmarks.bench_fill import step_efficiency
-from scripts.benchmarks.llm.trained import prompts, write_requests
-from scripts.benchmarks.trainings import Blocks, filled, identical, jobs_file, settings
+from scripts.benchmarks.llm.trained import prompts, write_corpus, write_requests
+from scripts.benchmarks.trainings import (
+    MODEL,
+    Blocks,
+    MainJob,
+    command,
+    filled,
+    identical,
+    jobs_file,
+    settings,
+    training,
+)
 
 BLOCKS = Blocks(length=5, pairs=5, warmup=60)
 ALONE_S = 20
 # A machine that others share is faster in one minute than in another, and a job is alone at the end of a run.
 RUNS = 4
+INTERVAL, SAVES = 30, 8
+_EVALUATED = re.compile(r"^(\S+ \S+) INFO iteration (\d+): .* checkpoints behind$", re.MULTILINE)
 
 
 def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A job with a draft on each rank; more requests than either can answer."""
+    """Tokens a second against the same job alone on the same core, with a draft, and endless requests, on each rank."""
     work = (folder / "bubbles").resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -43,3 +60,36 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     known = [run["bubble_efficiency"] for run in runs if run["bubble_efficiency"] is not None]
     found = {"bubble_efficiency": fmean(known) if known else None, "bubbles": runs}
     return found, identical(work, path, Blocks(5, 2, 60))
+
+
+def measure_lag(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How many newer checkpoints there are when one, in whose training's bubbles it is evaluated, is done."""
+    work, corpus = (folder / "lag").resolve(), write_corpus(folder)
+    shutil.rmtree(work, ignore_errors=True)
+    saved = work / "saved"
+    saved.mkdir(parents=True)
+    args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 32}
+    job = {"name": "evaluate", "task": "megatron.fill.wings.llm:EvaluateCheckpoints", "args": args, "memory": "3GiB"}
+    flags = ["--fill-jobs", str(jobs_file(work / "jobs.yaml", [job])), "--fill-report", str(work / "run")]
+    flags += ["--fill-bind", str(work), str(corpus.parent), "--save", str(saved), "--save-interval", str(INTERVAL)]
+    flags += ["--no-save-optim", "--data-path", str(corpus), "--split", "90,10,0", "--eval-iters", "4"]
+    main = MainJob(flags=tuple(part.replace("--mock-data ", "").replace("255", "256") for part in MODEL))
+    iterations = (SAVES + 1) * INTERVAL - 1
+    with training(command(iterations, work / "tensorboard", ["pretrain_gpt.py"], *flags, main=main), work / "log"):
+        pass
+    report = json.loads((work / "run" / "report.json").read_text(encoding="utf-8"))
+    behind = lags(saved, output_file(Path(report["jobs"][0]["directory"])).read_text(encoding="utf-8"))
+    if set(behind) < {INTERVAL * (at + 1) for at in range(SAVES)}:
+        raise RuntimeError(f"only the checkpoints of iterations {sorted(behind)} were evaluated; see {work}")
+    share = report["summary"]["bubble_share"]
+    return {"evaluation_lag": max(behind.values()), "evaluation_bubble_share": share}, {"behind": behind}
+
+
+def lags(saved: Path, output: str) -> dict[int, int]:
+    """For each iteration that was evaluated, how many newer checkpoints there were when it was done."""
+    written = {at: max(file.stat().st_mtime for file in path.iterdir()) for at, path in checkpoints(saved).items()}
+    found = {}
+    for time, iteration in _EVALUATED.findall(output):
+        done_s = datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        found[int(iteration)] = sum(at > int(iteration) and when_s < done_s for at, when_s in written.items())
+    return found

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.fill.linux.files import write_text
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.wings.llm import BatchJob
-from scripts.benchmarks.llm.engines import models
+from scripts.benchmarks.llm.answers import models
 from scripts.benchmarks.llm.trained import prompts, write_requests
 
 KILLS, REQUESTS = 200, 400

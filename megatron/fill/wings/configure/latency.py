@@ -117,7 +117,7 @@ def stage_times(
 def step_sizes(
     model: ModelSpec, gpu: GpuKind, its: Parallel, passes: Passes | None
 ) -> list[tuple[float, float, float]]:
-    """Of experts without groups of their own, per stage: bytes of gradients, of weights, and an optimizer's seconds."""
+    """Bytes of gradients, of weights, and an optimizer's own seconds, by stage, where experts have no own groups."""
     rows = []
     for stage in range(its.pp):
         ((count, *_), *_) = _parameter_groups(model, its, stage)
