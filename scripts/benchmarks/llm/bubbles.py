@@ -35,7 +35,7 @@ _EVALUATED = re.compile(r"^(\S+ \S+) INFO iteration (\d+): .* checkpoints behind
 
 
 def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tokens a second against the same job alone on the same core, with a draft, and endless requests, on each rank."""
+    """Tokens a second of a job with a draft on each rank, against it alone on its core; requests never end."""
     work = (folder / "bubbles").resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -63,7 +63,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def measure_lag(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How many newer checkpoints there are when one, in whose training's bubbles it is evaluated, is done."""
+    """A checkpoint is evaluated while the next one is trained; after the last one training goes on for as long."""
     work, corpus = (folder / "lag").resolve(), write_corpus(folder)
     shutil.rmtree(work, ignore_errors=True)
     saved = work / "saved"
