@@ -3,9 +3,9 @@
 Of the folder it reads
 
 - ``megatron_functional_tests.csv``, as ``configure_gpu_memory`` does: small models on one node, most of whose time is
-  that of launching kernels.  Nothing is calibrated;
+  that of launching kernels.  Those that ``mainjob.roofline`` has learned a constant from are apart, as *taught*;
 - ``ground_truth_multi.csv``, if it is there: vTrain's trainings over nodes (``data/`` of
-  <https://github.com/VIA-Research/vTrain>).  Four of them give the efficiency with which the others are predicted.
+  <https://github.com/VIA-Research/vTrain>).  Nothing is learned from them.
 
 Their table says nothing of recomputation; none is assumed.  A *choice* is a model, a batch and a number of GPUs in
 several layouts: is the one that is predicted to be the fastest within 3% of the fastest?
@@ -20,14 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+from unittest.mock import patch
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
+from megatron.fill.wings.configure import latency
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
-from megatron.fill.wings.configure.latency import timeline
 from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.search import Evaluator
+from megatron.fill.wings.mainjob.analytic import stage_cost
 from megatron.fill.wings.mainjob.parallel import Parallel
 from scripts.benchmarks.configure_gpu_memory import FUNCTIONAL, laid_out_as
 
@@ -35,8 +37,7 @@ _OVER_NODES = "ground_truth_multi.csv"
 _TIME = "iteration_time_median_s"
 _NODE = 8  # GPUs
 _GPUS = {"a100": ("a100-80gb", "dgx-a100"), "h100": ("h100-80gb", "dgx-h100")}  # by the platform's name
-_TAUGHT = 4
-_EFFICIENCIES = [percent / 100 for percent in range(20, 81, 2)]
+_ONE_EFFICIENCY = 0.45  # the simulator's
 _CLOSE = 0.03
 _FLAGS = {
     "--num-layers": "# layers",
@@ -62,14 +63,19 @@ class Timed:
     choice: Hashable
     measured_s: float
 
-    def predicted_s(self, efficiency: float | None = None) -> float:
-        """The prediction, in seconds; with the configurator's own efficiency if there is None."""
+    @property
+    def taught(self) -> bool:
+        """True if a constant was learned from it."""
+        its, model = self.parallel, self.training.model
+        return model.hidden == 512 and not model.experts and its.tp == its.cp == 1
+
+    def predicted_s(self, **own: float) -> float:
+        """The prediction, in seconds; ``own`` are fields of the cluster."""
         gpus = self.parallel.gpus
         shape = {"nodes": -(-gpus // _NODE), "gpus_per_node": min(gpus, _NODE)}
-        own = {} if efficiency is None else {"efficiency": efficiency}
         cluster = Cluster.model_validate(shape | own | {"gpu": self.gpu, "network": self.network})
         evaluator = Evaluator(self.training, cluster, cluster.links(Path()))
-        return timeline(evaluator.iteration(self.parallel)).period_ns / 1e9
+        return latency.timeline(evaluator.iteration(self.parallel)).period_ns / 1e9
 
 
 def read_small(folder: Path) -> tuple[list[Timed], int]:
@@ -111,25 +117,20 @@ def _lines(path: Path) -> list[dict[str, str]]:
 def measure_gpu_time(folder: Path) -> dict[str, Any]:
     """The figures, of each of the files that are there."""
     small, refused = read_small(folder)
-    figures = {"small": _figures([(one, one.predicted_s()) for one in small]) | {"not_expressible": refused}}
-    if over_nodes := read_over_nodes(folder):
-        taught = over_nodes[:: len(over_nodes) // _TAUGHT][:_TAUGHT]
-        efficiency = min(_EFFICIENCIES, key=lambda its: fmean(_error(one, one.predicted_s(its)) for one in taught))
-        blind = [(one, one.predicted_s(efficiency)) for one in over_nodes if one not in taught]
-        figures["over_nodes"] = _figures(blind) | {"efficiency": efficiency}
-    return figures
+    kinds = {name: [r for r in small if r.taught == its] for name, its in (("small", False), ("small_taught", True))}
+    kinds["over_nodes"] = read_over_nodes(folder)
+    return {name: _figures(rows) for name, rows in kinds.items() if rows} | {"not_expressible": refused}
 
 
-def _error(one: Timed, predicted_s: float) -> float:
-    return abs(predicted_s / one.measured_s - 1)
-
-
-def _figures(rows: Sequence[tuple[Timed, float]]) -> dict[str, Any]:
-    ratios = [predicted_s / one.measured_s - 1 for one, predicted_s in rows]
+def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
+    ratios = [one.predicted_s() / one.measured_s - 1 for one in rows]
+    with patch.multiple(latency, stage_cost=stage_cost, STEP_LAUNCHES=0):
+        simulated = [one.predicted_s(efficiency=_ONE_EFFICIENCY) / one.measured_s - 1 for one in rows]
     lost = _lost(rows)
     return {
         "rows": len(rows),
         "mean": fmean(map(abs, ratios)),
+        "mean_by_one_efficiency": fmean(map(abs, simulated)),
         "lowest": min(ratios),
         "highest": max(ratios),
         "choices": len(lost),
@@ -138,14 +139,13 @@ def _figures(rows: Sequence[tuple[Timed, float]]) -> dict[str, Any]:
     }
 
 
-def _lost(rows: Sequence[tuple[Timed, float]]) -> list[float]:
+def _lost(rows: Sequence[Timed]) -> list[float]:
     """Return how much slower the layout that is predicted to be the fastest is than the fastest, for each choice."""
-    choices: dict[Hashable, dict[Parallel, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for one, predicted_s in rows:
-        choices[one.choice][one.parallel].append((predicted_s, one.measured_s))
+    choices: dict[Hashable, dict[Parallel, list[Timed]]] = defaultdict(lambda: defaultdict(list))
+    for one in rows:
+        choices[one.choice][one.parallel].append(one)
     lost = []
-    for layouts in choices.values():
-        if len(layouts) > 1:
-            found = [(fmean(p for p, _ in its), median(m for _, m in its)) for its in layouts.values()]
-            lost.append(min(found)[1] / min(measured for _, measured in found) - 1)
+    for layouts in (its for its in choices.values() if len(its) > 1):
+        found = [(fmean(r.predicted_s() for r in its), median(r.measured_s for r in its)) for its in layouts.values()]
+        lost.append(min(found)[1] / min(measured for _, measured in found) - 1)
     return lost

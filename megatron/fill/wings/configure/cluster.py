@@ -24,7 +24,7 @@ class Cluster(BaseModel):
     Attributes:
         network: a network by its data sheet; or ``measured``: a file of ``pipefill network``, with a rank for each GPU.
         nics_per_node: with ``measured``, number of a node's GPUs that send to other nodes at full speed at once.
-        efficiency: the share of the GPU's peak that a pass reaches while it computes.
+        efficiency: the share of the GPU's peak that matrix products reach.
         memory_reserve: memory per GPU outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
     """
 
@@ -38,7 +38,7 @@ class Cluster(BaseModel):
     measured: Path | None = None
     nics_per_node: int = Field(default=1, ge=1)
     price_per_gpu_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    efficiency: float = Field(default=0.45, gt=0, le=1)
+    efficiency: float = Field(default=0.52, gt=0, le=1)
     memory_reserve: Annotated[int, BeforeValidator(parse_bytes)] = 2 * GIB
 
     @model_validator(mode="after")

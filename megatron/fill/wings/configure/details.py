@@ -1,4 +1,4 @@
-"""Settings in Megatron's flags that decide memory, but not time: dropout, positions, BERT's heads and kernels."""
+"""Settings in Megatron's flags beside the sizes of layers: dropout, positions, BERT's heads and kernels."""
 
 from __future__ import annotations
 

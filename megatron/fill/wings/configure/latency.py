@@ -17,7 +17,6 @@ from megatron.fill.wings.mainjob.analytic import (
     ALL_REDUCES,
     boundary_bytes,
     p2p_bytes,
-    stage_cost,
     tied_embedding_bytes,
 )
 from megatron.fill.wings.mainjob.hardware import GpuKind
@@ -25,6 +24,7 @@ from megatron.fill.wings.mainjob.memory import expert_parameters, stage_paramete
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
+from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, stage_cost
 
 _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
 
@@ -52,7 +52,7 @@ def iteration(
 ) -> Iteration:
     """The times of a configuration on the links of a layout.
 
-    A pass takes its operations at a share of the GPU's peak; what a stage's ranks exchange comes on top, and nothing of
+    A pass takes its operations, as ``roofline`` has them; what a stage's ranks exchange comes on top, and nothing of
     it is hidden.  Each stage is as fast as its slowest group.  With ``passes``, passes and optimizer take what was
     measured, tensor parallelism included.
     """
@@ -128,7 +128,7 @@ def step_sizes(
 
 def fixed_step_s(its: Parallel, passes: Passes | None) -> float:
     """Seconds of each rank between iterations besides its optimizer, independent of its parameters."""
-    return 0.0 if passes is None else passes.step_s(its.tp)
+    return STEP_LAUNCHES * LAUNCH_S if passes is None else passes.step_s(its.tp)
 
 
 def _parameter_s(gpu: GpuKind, its: Parallel, passes: Passes | None) -> float:

@@ -2,7 +2,7 @@
 
 A pass takes the time of its floating-point operations at a share of the GPU's peak (``efficiency``), plus that of the
 all-reduces of tensor parallelism; nothing is fitted to measurements.  The embedding's look-up, losses and layer norms
-are neglected.
+are neglected; ``roofline`` counts them, operation by operation.
 
 Ranks are laid out as in Megatron: tensor-parallel ranks next to each other, then data-parallel ones, then stages.
 """

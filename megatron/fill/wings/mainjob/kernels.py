@@ -1,4 +1,4 @@
-"""The kernels of a training's layers and loss, as far as they decide its memory.
+"""The kernels of a training's layers and loss, as far as they decide its memory or the time of its attention.
 
 Sources: Dao et al. 2022 (arXiv 2205.14135), section 3, for what flash attention keeps; Transformer Engine's
 ``attention/dot_product_attention`` for the choice of a backend; Megatron's ``tensor_parallel/layers.py`` for the

@@ -1,0 +1,172 @@
+"""Analytical times of a layer's passes, operation by operation.
+
+A matrix product takes the time of its FLOPs at a share of the GPU's peak (``efficiency``), or that of its operands'
+traffic if it is longer (the roofline of Williams et al. 2009); what lies between products takes that of its traffic.
+A layer's pass is not shorter than launching its kernels, one after the other, takes the host.
+
+``BANDWIDTH``, ``LAUNCH_S`` and the efficiency that ``Cluster`` assumes are fitted to vTrain's trainings on one node, of
+models up to 2,048 wide (``data/ground_truth_single.csv`` of <https://github.com/VIA-Research/vTrain>), whose step takes
+as long as 300 launches; ``STEP_LAUNCHES`` to those of NVIDIA's functional tests, of a later Megatron, that are dense,
+512 wide, and have neither tensor nor context parallelism.  docs/configure.md compares predictions with the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.fill.pipeline.costs import StageCost
+from megatron.fill.wings.mainjob.hardware import GpuKind
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.mainjob.tape import Sizes, sizes
+
+BANDWIDTH = 0.6  # share of the data sheet's memory bandwidth that kernels reach
+LAUNCH_S = 60e-6  # of a kernel, with all that Python and autograd do for it
+STEP_LAUNCHES = 1000  # between two iterations: optimizer, clipping, loader, logs
+
+# Kernels of a layer's forward pass, local or Transformer Engine's, which take as long; backward twice as many.
+_LAYER_KERNELS = 16
+_TENSOR_KERNELS = 4  # exchange, and splitting or joining, after attention and MLP; as many in the backward pass
+_CONTEXT_KERNELS = 8
+_EXPERT_KERNELS = 16  # router, sorting, exchange
+_LOSS_PASSES = 3  # over logits in single precision
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds of a part of a layer in its forward and its backward pass, on each of its GPUs."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+    def times(self, count: float) -> Part:
+        """Return that of as many."""
+        return Part(count * self.forward_s, count * self.backward_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Roofline:
+    """The FLOP/s and bytes per second that bound a kernel, and the bytes of a number and of a gradient."""
+
+    rate: float
+    bandwidth: float
+    number: int
+    gradient: int
+
+    def product(self, rows: float, columns: float, inner: float) -> Part:
+        """Return the times of a product with weights, ``inner x columns``, whose gradient is added to a sum."""
+        flops_s = 2 * rows * columns * inner / self.rate
+        activations = self.number * rows * (inner + columns)
+        weights = inner * columns
+        own_s = max(flops_s, (activations + self.number * weights) / self.bandwidth)
+        weights_s = max(flops_s, (activations + 2 * self.gradient * weights) / self.bandwidth)
+        return Part(own_s, own_s + weights_s)
+
+    def traffic(self, forward_bytes: float, backward_bytes: float) -> Part:
+        """Return the times of reading and writing."""
+        return Part(forward_bytes / self.bandwidth, backward_bytes / self.bandwidth)
+
+
+def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) -> dict[str, Part]:
+    """Return a layer's parts: ``rest``, and those that selective recomputation may name."""
+    roof, size = _roofline(gpu, its, efficiency), sizes(model, its)
+    tokens = its.microbatch * model.sequence / its.cp
+    projected = model.hidden * (1 + 2 * model.groups / model.heads) / its.tp
+    dropout = 3 * size.residual + size.mask  # its input, the residual stream, and their sum
+    rotated = 0.0 if model.positions else 2 * size.query + size.keys
+    between = 2 * (2 * size.residual + dropout) + 2 * (size.query + size.keys) + rotated
+    rest = roof.product(tokens, projected, model.hidden) + roof.product(tokens, model.hidden, model.hidden / its.tp)
+    parts = {"rest": rest + roof.traffic(between, 2 * between), "core_attn": _core(model, its, roof, size)}
+    if not model.experts:
+        return parts | {"mlp": _mlp(model, roof, tokens, model.ffn / its.tp)}
+    local, width = model.experts / its.ep, its.expert_width
+    rows = tokens * model.experts_per_token * width / its.tp / local
+    parts["moe"] = _mlp(model, roof, rows, model.ffn / width).times(local)
+    if model.shared_width:
+        parts["shared_experts"] = _mlp(model, roof, tokens, model.shared_width / its.tp)
+    return parts
+
+
+def _roofline(gpu: GpuKind, its: Parallel, efficiency: float) -> _Roofline:
+    numbers = its.precision.weight_bytes, its.precision.gradient_bytes
+    return _Roofline(gpu.peak_flops * efficiency, gpu.memory_bandwidth * BANDWIDTH, *numbers)
+
+
+def _mlp(model: ModelSpec, roof: _Roofline, rows: float, width: float) -> Part:
+    gated = width * (2 if model.swiglu else 1)
+    activation = roof.number * rows * (gated + width)
+    products = roof.product(rows, gated, model.hidden) + roof.product(rows, model.hidden, width)
+    return products + roof.traffic(activation, 2 * activation)
+
+
+def _core(model: ModelSpec, its: Parallel, roof: _Roofline, size: Sizes) -> Part:
+    """Return the attention's core: two products, and softmax and dropout of the scores between them.
+
+    Flash attention computes the scores' unmasked half, once more in the backward pass (Dao 2023, arXiv 2307.08691,
+    section 4.1: 2.5 times the forward pass).
+    """
+    flops_s = model.attention_flops(its.microbatch) / (its.tp * its.cp * roof.rate)
+    if model.kernels.flash:
+        return Part(flops_s / 2, 2.5 * flops_s / 2)
+    product_s = max(flops_s / 2, (size.scores + 2 * size.query) / roof.bandwidth)
+    softmax = size.scores * (2 if model.kernels.fused_softmax else 6)  # scaled, masked and cast one by one if not fused
+    dropout = 2 * size.scores + size.score_mask if model.attention_dropout else 0.0
+    return Part(2 * product_s, 4 * product_s) + roof.traffic(softmax + dropout, 3 * size.scores + dropout)
+
+
+def launches(model: ModelSpec, its: Parallel) -> tuple[int, int]:
+    """Return the number of kernels that a layer's forward and backward pass launch."""
+    more = _CONTEXT_KERNELS * (its.cp > 1) + _EXPERT_KERNELS * (model.experts > 0)
+    tensor = _TENSOR_KERNELS * (its.tp > 1)
+    return _LAYER_KERNELS + more + tensor, 2 * (_LAYER_KERNELS + more) + tensor
+
+
+def stage_cost(
+    model: ModelSpec,
+    gpu: GpuKind,
+    its: Parallel,
+    efficiency: float,
+    layers: int,
+    is_last: bool,
+    forward_exchange_s: float,
+    backward_exchange_s: float,
+) -> StageCost:
+    """Return the times of one microbatch's passes on a virtual stage; arguments as ``analytic.stage_cost`` has them."""
+    parts = layer_parts(model, gpu, its, efficiency)
+    whole = sum(parts.values(), Part())
+    forward_kernels, backward_kernels = launches(model, its)
+    forward = max(whole.forward_s + forward_exchange_s, forward_kernels * LAUNCH_S)
+    backward = max(whole.backward_s + backward_exchange_s, backward_kernels * LAUNCH_S)
+    if its.recompute is Recompute.FULL:
+        backward += forward
+    elif its.recompute is Recompute.SELECTIVE:
+        backward += _again_s(parts, its, forward_exchange_s)
+    ends = _output(model, gpu, its, efficiency) if is_last else Part()
+    weights_s = layers * (whole.forward_s - parts["core_attn"].forward_s) + ends.forward_s
+    forward_ns, backward_ns = _ns(layers * forward + ends.forward_s), _ns(layers * backward + ends.backward_s)
+    return StageCost(forward_ns, backward_ns, _ns(weights_s))
+
+
+def _again_s(parts: dict[str, Part], its: Parallel, exchange_s: float) -> float:
+    """Return the seconds of what selective recomputation computes again; the shared experts are a part of ``moe``."""
+    inner = its.computes_again("moe" if "moe" in parts else "mlp")
+    named = {name for name in parts if its.computes_again(name)} | ({"shared_experts"} if inner else set())
+    # the exchange of the attention is not done again
+    return sum(its_part.forward_s for name, its_part in parts.items() if name in named) + inner * exchange_s / 2
+
+
+def _output(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) -> Part:
+    """Return the output layer and the loss."""
+    if not model.vocabulary:
+        return Part()
+    roof, tokens = _roofline(gpu, its, efficiency), its.microbatch * model.sequence / its.cp
+    columns = model.vocabulary / its.tp
+    logits = _LOSS_PASSES * 4 * tokens * columns
+    return roof.product(tokens, columns, model.hidden) + roof.traffic(logits, logits)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,85 @@
+"""Analytical times of passes, operation by operation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.fill.wings.mainjob.hardware import GPUS
+from megatron.fill.wings.mainjob.kernels import Kernels
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.mainjob.roofline import BANDWIDTH, LAUNCH_S, launches, layer_parts, stage_cost
+
+A100 = GPUS["a100-80gb"]
+LARGE = ModelSpec(layers=4, hidden=8192, heads=64, sequence=2048, vocabulary=51200)
+ITS = Parallel(pp=1, microbatch=2, global_batch=2)
+
+
+def cost(model=LARGE, its=ITS, layers=4, is_last=False, exchange=0.0):
+    return stage_cost(model, A100, its, 0.5, layers, is_last, exchange, exchange)
+
+
+def test_products_take_their_operations_and_small_ones_their_traffic():
+    without = replace(A100, memory_bandwidth=1e30)
+    parts = layer_parts(LARGE, without, ITS, 0.5)
+    rate = 0.5 * A100.peak_flops
+    assert parts["core_attn"].forward_s == pytest.approx(LARGE.attention_flops(2) / rate)
+    products = parts["rest"].forward_s + parts["mlp"].forward_s
+    assert products == pytest.approx(LARGE.matrix_flops(2) / rate)
+    assert sum(part.backward_s for part in parts.values()) == pytest.approx(2 * LARGE.layer_flops(2) / rate)
+    fast = replace(A100, peak_flops=1e30)
+    tiny = layer_parts(replace(LARGE, sequence=1), fast, replace(ITS, microbatch=1), 0.5)["mlp"]
+    weights = 2 * LARGE.mlp_parameters / (BANDWIDTH * A100.memory_bandwidth)
+    assert tiny.forward_s == pytest.approx(weights, rel=1e-2)
+    assert tiny.backward_s == pytest.approx(5 * weights, rel=1e-2)  # weights once; their gradients' 4 bytes twice
+
+
+def test_small_layers_take_as_long_as_their_launches():
+    small = replace(LARGE, hidden=512, heads=8, sequence=512)
+    forward, backward = launches(small, ITS)
+    found = cost(small)
+    assert (found.forward_ns, found.backward_ns) == (round(4e9 * forward * LAUNCH_S), round(4e9 * backward * LAUNCH_S))
+    experts = replace(small, experts=4)
+    wide = Parallel(tp=2, cp=2, ep=2, pp=1, sequence_parallel=True, microbatch=2, global_batch=2)
+    assert all(more > less for more, less in zip(launches(experts, wide), (forward, backward), strict=True))
+
+
+def test_flash_attention_computes_half_of_the_scores_and_moves_none():
+    unfused, flash = (
+        layer_parts(replace(LARGE, kernels=Kernels(flash=flash)), A100, ITS, 0.5)["core_attn"]
+        for flash in (False, True)
+    )
+    assert flash.forward_s == pytest.approx(LARGE.attention_flops(2) / A100.peak_flops)
+    assert unfused.forward_s > 2 * flash.forward_s
+    assert unfused.backward_s > flash.backward_s == pytest.approx(2.5 * flash.forward_s)
+
+
+def test_recomputation_adds_the_forward_passes_of_what_it_names():
+    plain = cost(exchange=1e-3)
+    full = cost(its=replace(ITS, recompute=Recompute.FULL), exchange=1e-3)
+    assert full.backward_ns == pytest.approx(plain.backward_ns + plain.forward_ns)
+    parts = layer_parts(LARGE, A100, ITS, 0.5)
+    named = replace(ITS, recompute=Recompute.SELECTIVE, recompute_modules=("core_attn", "mlp"))
+    again = parts["core_attn"].forward_s + parts["mlp"].forward_s + 0.5e-3
+    assert cost(its=named, exchange=1e-3).backward_ns == pytest.approx(plain.backward_ns + 4e9 * again)
+    shared = replace(LARGE, experts=2, experts_per_token=2, shared_width=8192)
+    named = replace(named, recompute_modules=("moe",))
+    parts = layer_parts(shared, A100, ITS, 0.5)
+    again = parts["moe"].forward_s + parts["shared_experts"].forward_s
+    assert cost(shared, named).backward_ns == pytest.approx(cost(shared).backward_ns + 4e9 * again)
+
+
+def test_the_last_stage_has_the_output_layer_and_parallelism_divides_it():
+    inner, last = cost(), cost(is_last=True)
+    output_ns = 1e9 * LARGE.output_flops(2) / (0.5 * A100.peak_flops)
+    assert last.forward_ns - inner.forward_ns > output_ns
+    assert last.backward_ns - inner.backward_ns > 2 * output_ns
+    assert cost(replace(LARGE, vocabulary=0), is_last=True) == cost(replace(LARGE, vocabulary=0))
+    halved = cost(its=replace(ITS, tp=2, sequence_parallel=True), is_last=True)
+    assert 0.49 < halved.forward_ns / last.forward_ns < 0.55
+    experts = replace(LARGE, experts=8, experts_per_token=2)
+    assert layer_parts(experts, A100, replace(ITS, dp=2, ep=2, global_batch=4), 0.5)["moe"].forward_s == pytest.approx(
+        2 * layer_parts(LARGE, A100, ITS, 0.5)["mlp"].forward_s, rel=1e-2
+    )
