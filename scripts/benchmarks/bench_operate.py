@@ -9,8 +9,8 @@ difference, over ``--by user``, ``job`` and ``run``, between the sum of the rows
 total and what they had.
 
 ``deaths``: a training with two jobs, of which a rank or all processes are killed again and again at random moments, and
-which is started again in the same run folder.  ``work_lost_s_max`` is the longest time between the last step that a job
-kept and its last one, beside the ``checkpoint_s`` between two checkpoints.
+which is started again in the same run folder.  ``work_lost_s_max`` is the longest time from the first step that a job
+does again to its last one, beside the ``checkpoint_s`` between two checkpoints.
 
     python scripts/benchmarks/bench_operate.py --json docs/benchmarks/operate.json
     python scripts/benchmarks/bench_operate.py --parts deaths --json docs/benchmarks/operate.json

@@ -25,7 +25,7 @@ class Death:
     Attributes:
         kind: what was killed: one ``rank``, or all processes, as with a ``node``.
         lost_steps: steps that the job which lost most does again.
-        lost_s: time from the last step that it kept to the last one before the death.
+        lost_s: time from the first step that it does again to its last one before the death.
         filling_after_s: time from the first iteration whose bubbles are predicted until both jobs are at work.
     """
 
@@ -98,7 +98,7 @@ def _death(kind: str, before: list[array[int]], after: list[array[int]], died_ns
     lost, filling_ns = [], []
     for old, new in zip(before, after, strict=True):
         kept = sum(at_ns < died_ns for at_ns in new)
-        lost.append((old[-1] - old[max(0, kept - 1)], len(old) - kept))
+        lost.append((old[-1] - old[kept] if kept < len(old) else 0, len(old) - kept))
         filling_ns.append(new[kept] - ready_ns)
     lost_ns, lost_steps = max(lost)
     return Death(kind, lost_steps, lost_ns / 1e9, max(0, *filling_ns) / 1e9)
