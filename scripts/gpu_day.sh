@@ -101,37 +101,37 @@ look() {
     step try 50 bash -c '"$0" -c "from megatron.fill.cli import main; main()" try "$@"' "$python" \
         scripts/benchmarks/gpu_task.py:Products "size=$size" --memory 4GiB --device "$where" --seconds 3 --keep "$work/keep/try"
     # shellcheck disable=SC2016
-    step doctor 25 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
+    step doctor 30 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
     step tests 90 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
     step micro 135 "$python" scripts/benchmarks/gpu_micro.py --json @ --keep "$work/keep/micro" --seconds 1
 }
 
 smoke() {
     local model=(--model "$smaller" --waits "$waits")
-    bench profile 100 --parts profile --model "$smaller" --waits "$waits"
-    bench bubbles 75 --parts bubbles "${model[@]}"
-    bench filled 120 --parts filled "${model[@]}" "${few[@]}"
-    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
+    bench profile 115 --parts profile --model "$smaller" --waits "$waits"
+    bench bubbles 80 --parts bubbles "${model[@]}"
+    bench filled 110 --parts filled "${model[@]}" "${few[@]}"
+    bench filled-mps 110 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
 }
 
 figures1() {
     local model=(--model "$larger" --waits "$waits")
-    bench profile 100 --parts profile --model "$larger" --waits "$waits"
+    bench profile 115 --parts profile --model "$larger" --waits "$waits"
     bench filled 120 --parts filled "${model[@]}" "${some[@]}"
     bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
-    bench no-gate 110 --parts no-gate "${model[@]}" "${some[@]}"
-    bench no-gate-mps 110 --parts no-gate "${model[@]}" --sharing "$mps" "${some[@]}"
+    bench no-gate 111 --parts no-gate "${model[@]}" "${few[@]}"
+    bench no-gate-mps 111 --parts no-gate "${model[@]}" --sharing "$mps" "${few[@]}"
 }
 
 figures2() {
-    bench profile 100 --parts profile --model "$smaller" --waits "$waits"
-    bench filled-interleaved 165 --parts filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
-    bench identity 180 --parts identity --model "$smaller" --waits "$waits"
+    bench profile 115 --parts profile --model "$smaller" --waits "$waits"
+    bench filled-interleaved 155 --parts filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
+    bench identity 170 --parts identity --model "$smaller" --waits "$waits"
 }
 
 stages() {
-    step losses 165 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/losses" --device "$device" --iterations 20 --most-seconds $((50 * stretch))
-    step free-waits 125 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((115 * stretch))
+    step losses 160 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/losses" --device "$device" --iterations 20 --most-seconds $((45 * stretch))
+    step free-waits 140 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((127 * stretch))
 }
 
 if [ "$device" = cpu ]; then
@@ -139,7 +139,7 @@ if [ "$device" = cpu ]; then
     stretch=8 small=(--device cpu --block 2 --pairs 2 --warmup 6 --startup-seconds 10 --baseline-seconds 1)
     few=() some=() smaller=tiny larger=tiny waits=host mps=timeslice size=192 where=cpu
 else
-    small=(--block 4 --warmup 15 --startup-seconds 25 --baseline-seconds 5) few=(--pairs 3) some=(--pairs 5)
+    small=(--block 4 --warmup 15 --startup-seconds 22 --baseline-seconds 5) few=(--pairs 3) some=(--pairs 5)
     smaller=350m larger=1.3b waits=stream mps=mps size=4096 where=cuda:0
 fi
 most=${most:-$((580 * stretch))}

@@ -46,7 +46,7 @@ _PACE_ITERATIONS = 5
 _NOT_EMULATED = "the rehearsal is without emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
 _BUBBLES_ITERATIONS = {"cuda": 20, "cpu": 10}  # a rehearsal is small
 _MARKS_ITERATIONS = {"cuda": 40, "cpu": 10}
-PROFILE_S, START_S, END_S = 45.0, 25.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
+PROFILE_S, START_S, END_S = 45.0, 30.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
 
 
 def blocks_of(options: argparse.Namespace, pace_s: float) -> Blocks:
