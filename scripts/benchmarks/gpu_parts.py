@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from megatron.fill.records import last_segment
 from scripts.benchmarks.gpu_figures import ITERATION, check_steps, of_run, per_iteration_ms, times_ms
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_ungated import beside_the_training
+from scripts.benchmarks.harness import PIPEFILL
 from scripts.benchmarks.one_gpu import beside_ghosts
 from scripts.benchmarks.trainings import Blocks, iterations_of, jobs_file, p99_slowdown, settings, slowdown_of
 
@@ -36,7 +36,6 @@ JOBS: dict[str, dict[str, Any]] = {  # by device: on a GPU, nodes of some millis
         "steps": 10_000_000,
     },
 }
-PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 _LOSS = re.compile(r"lm loss: (\S+)")
 _WEIGHTS = re.compile(r"ghosts: weights after \d+ iterations: sha256 (\w+)")
 _EXPECTED = re.compile(r"ghosts: stage .* in ms of ([\d.]+): (.*)")

@@ -59,10 +59,12 @@ class Results:
         write_text(self._path, json.dumps(content, indent=2) + "\n")  # a call may be killed while it writes
 
 
+PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
+
+
 def pipefill(*words: str) -> str:
     """Run the command; return what it prints."""
-    call = [sys.executable, "-c", "from megatron.fill.cli import main; main()", *words]
-    return subprocess.run(call, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run([*PIPEFILL, *words], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def command() -> str:

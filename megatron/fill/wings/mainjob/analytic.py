@@ -139,7 +139,7 @@ def stage_cost(
         again = matrices + core + exchange
     forward = matrices + core + output + exchange
     backward = 2 * (matrices + core + output) + layers * backward_exchange_s + again
-    return StageCost(_ns(forward), _ns(backward), _ns(matrices + output))
+    return cost_of(forward, backward, matrices + output)
 
 
 def again_flops(model: ModelSpec, parallel: Parallel) -> float:
@@ -167,6 +167,11 @@ def tied_embedding_bytes(model: ModelSpec, parallel: Parallel) -> float:
     if not model.tied_embeddings or parallel.pp == 1:
         return 0.0
     return model.embedding_parameters / parallel.tp * parallel.precision.gradient_bytes
+
+
+def cost_of(forward_s: float, backward_s: float, weights_s: float) -> StageCost:
+    """Return the times in ns of passes that take so many seconds; those of the weights are a part of the backward."""
+    return StageCost(_ns(forward_s), _ns(backward_s), _ns(weights_s))
 
 
 def _ns(seconds: float) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.fill.pipeline.costs import StageCost
+from megatron.fill.wings.mainjob.analytic import cost_of
 from megatron.fill.wings.mainjob.hardware import GpuKind
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -146,8 +147,7 @@ def stage_cost(
         backward += _again_s(parts, its, forward_exchange_s)
     ends = _output(model, gpu, its, efficiency) if is_last else Part()
     weights_s = layers * (whole.forward_s - parts["core_attn"].forward_s) + ends.forward_s
-    forward_ns, backward_ns = _ns(layers * forward + ends.forward_s), _ns(layers * backward + ends.backward_s)
-    return StageCost(forward_ns, backward_ns, _ns(weights_s))
+    return cost_of(layers * forward + ends.forward_s, layers * backward + ends.backward_s, weights_s)
 
 
 def _again_s(parts: dict[str, Part], its: Parallel, exchange_s: float) -> float:
@@ -166,7 +166,3 @@ def _output(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) ->
     columns = model.vocabulary / its.tp
     logits = _LOSS_PASSES * 4 * tokens * columns
     return roof.product(tokens, columns, model.hidden) + roof.traffic(logits, logits)
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
