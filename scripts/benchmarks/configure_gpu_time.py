@@ -90,7 +90,7 @@ def read_small(folder: Path) -> tuple[list[Timed], int]:
             training = read_flags(flags, ends=True)
         except ConfigError:
             continue
-        if known is not None and its.ep <= its.cp * its.dp:  # links of others are not known
+        if known is not None:
             found.append(Timed(training, its, *known, (model, its.global_batch, gpus, known), float(line[_TIME])))
     return found, len(lines) - len(found)
 
