@@ -4,6 +4,8 @@
   Table 9 has the times of F, B, W and a transfer on 8 to 32 A100s, their Table 5 the bubble rates.  Times go in here,
   rates come out: the rate is what is left of the longest rank's time from its first to its last pass without its passes
   (their section 5.3), so optimizer and reduction do not count.
+* ``events``: bubbles of ``--cases`` random schedules (placements, splits and times too) by the timeline and by a
+  discrete-event simulation that shares no code with it; the number that differ.
 * ``paper``: PipeFill's scaling study (arXiv 2410.07192), a 40B model on 1K to 8K GPUs with the global batch fixed: 82
   days on 1K GPUs, 34 on 4K, 26 on 8K, and up to 2.6K GPUs' worth of fill work and a gain of 63% on 8K.
 * ``speed``: 8,192 devices, a week, up to 500,000 fill jobs, each simulation in a process of its own on one core,
@@ -57,6 +59,7 @@ from megatron.fill.wings.sim.results import UseOfTime, summarise
 from megatron.fill.wings.sim.sweep import run_all
 from megatron.fill.wings.sim.values import FillKind, MainJobRun, RuntimeModel, Scenario
 from scripts.benchmarks.harness import arguments, opened
+from tests.support.schedule_events import differs
 
 # model, stages, micro-batches; F, B, W and transfer in ms; bubble rate of 1F1B and of ZB-H1
 PUBLISHED = (
@@ -234,8 +237,9 @@ def print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parts = ("zero_bubble", "paper", "speed")
+    parts = ("zero_bubble", "events", "paper", "speed")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="only these (default: all)")
+    parser.add_argument("--cases", type=int, default=10_000, help="random schedules of events (default: 10000)")
     parser.add_argument("--efficiency", type=float, default=0.45, help="share of the GPU's peak (default: 0.45)")
     parser.add_argument("--harvest", type=float, default=1.0, help="share of a plan's work that is done (default: 1)")
     parser.add_argument("--jobs", type=int, nargs="+", default=[5_000, 50_000, 500_000], help="of speed's simulations")
@@ -252,6 +256,10 @@ def main() -> None:
         errors = [abs(row[name] - row[f"{name}_published"]) for row in rows for name in ("1f1b", "zb-h1")]
         print_rows(rows, list(rows[0]))
         results.add("zero_bubble", {"largest_error_of_bubble_rates": max(errors)}, rows=rows)
+    if "events" in options.parts:
+        different = sum(map(differs, range(options.cases)))
+        print(f"{options.cases} random schedules, {different} with other bubbles than the events'")
+        results.add("events", {"random_schedules": options.cases, "random_schedules_differing": different})
     if "paper" in options.parts:
         rows = paper(options.efficiency, options.harvest)
         print_rows(rows, ["gpus", "gpu", "paper_days", "days", "bubble_share", "gpus_worth_filled", "gain"])

@@ -12,6 +12,7 @@ import typer
 
 from megatron.fill.cli.options import Json, Store, check_writable
 from megatron.fill.cli.profile import stored_profiles
+from megatron.fill.cli.schedule import Times, Transfer, given_costs
 from megatron.fill.errors import ConfigError, PlanError
 from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
 
@@ -44,7 +45,19 @@ class _Row:
 
 def plan(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="A jobs file.")],
-    bubbles: Annotated[Path, typer.Option("--bubbles", metavar="FILE", help="What --fill-profile-only wrote.")],
+    bubbles: Annotated[
+        Path | None, typer.Option("--bubbles", metavar="FILE", help="What --fill-profile-only wrote.")
+    ] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(
+            "--schedule",
+            metavar="FILE",
+            help="Instead of measured bubbles: a CSV file, docs/schedules.md; with --times.",
+        ),
+    ] = None,
+    times: Times = "",
+    transfer_ms: Transfer = 0.0,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Only this rank of the main job.")] = None,
     profiles: Annotated[
         Path | None, typer.Option("--profiles", metavar="FILE", help="JSON: a list of profiles per job name.")
@@ -65,6 +78,8 @@ def plan(
 ) -> None:
     """Show how jobs fit into a training's bubbles: per rank and job, the configuration with the most work.
 
+    The bubbles are those that were measured, or those of a schedule, whose memory counts as free.
+
     A cycle is one iteration of the training; packed is the share of its bubble time inside the job's nodes, also with
     the other job that fits best into what is left. Exits with 1 if no job fits any rank.
 
@@ -72,11 +87,8 @@ def plan(
     configuration, iterations_per_cycle, work_per_cycle, packed, tail, packed_with_tail, work_per_s, plan, tail_plan.
     """
     from megatron.fill.given.jobs import load_jobs
-    from megatron.fill.planner.cycles import load_cycles
 
-    specs, cycles = _distinct(load_jobs(jobs)), load_cycles(bubbles)
-    if not cycles:
-        raise ConfigError(f"{bubbles}: ranks is empty: expected the bubbles of at least one rank")
+    specs, cycles = _distinct(load_jobs(jobs)), _cycles(bubbles, schedule, times, transfer_ms)
     if rank is not None and rank not in cycles:
         raise ConfigError(f"--rank is {rank}: expected one of {', '.join(map(str, cycles))}")
     if png is not None:
@@ -102,6 +114,29 @@ def plan(
         _draw(png, fitting)
     if not fitting:
         raise typer.Exit(1)
+
+
+def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms: float) -> dict[int, BubbleCycle]:
+    """Return the bubbles of each rank, measured or computed."""
+    from megatron.fill.pipeline.bubbles import bubble_cycle
+    from megatron.fill.pipeline.timeline import simulate
+    from megatron.fill.pipeline.torch_csv import load_csv
+    from megatron.fill.planner.cycles import NOT_MEASURED, load_cycles
+
+    if (bubbles is None) == (schedule is None):
+        raise ConfigError("expected the bubbles of a training: --bubbles FILE, or --schedule FILE, and not both")
+    if bubbles is not None:
+        for option, given in (("--times", times), ("--transfer", transfer_ms)):
+            if given:
+                raise ConfigError(f"{option} is {given}: expected none with --bubbles, which were measured")
+        if cycles := load_cycles(bubbles):
+            return cycles
+        raise ConfigError(f"{bubbles}: ranks is empty: expected the bubbles of at least one rank")
+    if schedule is None:
+        return {}
+    its = load_csv(schedule)
+    timeline = simulate(its, given_costs(its, times, transfer_ms))
+    return {rank: bubble_cycle(timeline, rank, NOT_MEASURED) for rank in range(its.stages)}
 
 
 def _distinct(specs: Sequence[JobSpec]) -> list[JobSpec]:

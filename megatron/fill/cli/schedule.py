@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
 _MOST_FORWARDS = 300_000  # of an iteration, on all ranks: about 10 s
 _MOST_MS = 1e6
+Times = Annotated[
+    str,
+    typer.Option(
+        "--times",
+        metavar="F,I,W",
+        help="Milliseconds of a microbatch on a rank, all its chunks together: forward, and the parts of the backward "
+        "for the input's and the weights' gradients.",
+    ),
+]
+Transfer = Annotated[
+    float, typer.Option("--transfer", metavar="MS", min=0, max=_MOST_MS, help="Time of a transfer between ranks.")
+]
 _NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 
 
@@ -41,18 +53,8 @@ def schedule(
             "--chunks", metavar="V", min=1, help="Stages of the model per rank (default: the least that NAME takes)."
         ),
     ] = None,
-    times: Annotated[
-        str,
-        typer.Option(
-            "--times",
-            metavar="F,I,W",
-            help="Milliseconds of a microbatch on a rank, all its chunks together: forward, and the parts of the "
-            "backward for the input's and the weights' gradients.",
-        ),
-    ] = "1,1,1",
-    transfer_ms: Annotated[
-        float, typer.Option("--transfer", metavar="MS", min=0, max=_MOST_MS, help="Time of a transfer between ranks.")
-    ] = 0.0,
+    times: Times = "1,1,1",
+    transfer_ms: Transfer = 0.0,
     min_bubble_ms: Annotated[
         float,
         typer.Option(
@@ -81,7 +83,7 @@ def schedule(
     from megatron.fill.pipeline.torch_csv import dump_csv
 
     its = _schedule(which, stages, microbatches, chunks)
-    costs = _costs(its, times, transfer_ms)
+    costs = given_costs(its, times, transfer_ms)
     if csv is not None:
         check_writable("--csv", csv)
     timeline = simulate(its, costs)
@@ -121,7 +123,12 @@ def _schedule(which: str, stages: int | None, microbatches: int | None, chunks: 
         raise ConfigError(str(error)) from error
 
 
-def _costs(its: Schedule, times: str, transfer_ms: float) -> PipelineCosts:
+def given_costs(its: Schedule, times: str, transfer_ms: float) -> PipelineCosts:
+    """The costs of ``--times`` and ``--transfer``, the same on all ranks.
+
+    Raises:
+        ConfigError: the times are not three numbers.
+    """
     from megatron.fill.given.problems import shown
     from megatron.fill.pipeline.costs import PipelineCosts
 

@@ -15,7 +15,7 @@ from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 
 _MAJOR = 0.1  # share of the cycle's bubble time from which on a bubble is checked for drift
-_NOT_MEASURED = sys.maxsize  # bytes
+NOT_MEASURED = sys.maxsize  # bytes: a free memory that any job fits
 _MOST_MS = 1e9  # ten days
 
 _Ms = Annotated[float, Field(ge=0, le=_MOST_MS)]
@@ -64,7 +64,7 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
     for at, rank in enumerate(file.ranks):
         if rank.iteration_ms is None and rank.training:
             raise ConfigError(f"{path}: ranks.{at}.iteration_ms is null: expected the time of an iteration")
-        slots = (BubbleSlot(b.kind, round(b.p10_ms * 1e6), b.free_bytes or _NOT_MEASURED) for b in rank.training)
+        slots = (BubbleSlot(b.kind, round(b.p10_ms * 1e6), b.free_bytes or NOT_MEASURED) for b in rank.training)
         cycles[rank.rank] = BubbleCycle(round((rank.iteration_ms or 0) * 1e6), tuple(slots))
     return cycles
 

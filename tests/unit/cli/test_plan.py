@@ -10,6 +10,10 @@ from typer.testing import CliRunner
 
 from megatron.fill.cli import plan as command
 from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.costs import PipelineCosts
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.timeline import simulate
+from megatron.fill.pipeline.torch_csv import dump_csv, load_csv
 from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile, Offload
@@ -58,7 +62,8 @@ def files(tmp_path, monkeypatch):
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    given = ["jobs.yaml", "--bubbles", "bubbles.json", *arguments]
+    measured = [] if "--schedule" in arguments else ["--bubbles", "bubbles.json"]
+    given = ["jobs.yaml", *measured, *arguments]
     result = CliRunner().invoke(app(), given, standalone_mode=False)
     if isinstance(result.exception, ConfigError):
         raise result.exception
@@ -95,6 +100,29 @@ def test_json_holds_the_plans(files):
     assert train["packed_with_tail"] == pytest.approx((120 + 54) / 177)
     assert embed["tail"] is None
     assert "too long" in huge["error"]
+
+
+def test_a_schedules_bubbles_take_the_place_of_measured_ones(files):
+    dump_csv(files / "own.csv", make_schedule("zb-v", 2, 4, 2))
+    given = [
+        "--profiles",
+        "profiles.json",
+        "--schedule",
+        "own.csv",
+        "--times",
+        "30,30,30",
+        "--transfer",
+        "10",
+        "--json",
+    ]
+    plans = json.loads(run(*given))["plans"]
+    its = load_csv(files / "own.csv")
+    timeline = simulate(its, PipelineCosts.uniform(2, 15 * MS, 30 * MS, 15 * MS, 2, 10 * MS))
+    expected = {rank: sum(wait.duration_ns for wait in row) for rank, row in enumerate(timeline.waits)}
+    for row in plans:
+        if row["job"] == "embed":  # steps of 1 ms fill nearly all of it
+            assert row["work_per_cycle"] == pytest.approx(expected[row["rank"]] / MS, rel=0.15)
+    assert {row["rank"] for row in plans} == {0, 1}
 
 
 def test_a_picture_is_drawn(files):
@@ -139,6 +167,9 @@ def test_it_fails_if_no_job_fits_any_rank(files):
         ("profiles.json", '{"train": [{}]}', [], "job 'train': not the profile of a job: KeyError"),
         ("profiles.json", '{"train": 3}', [], "job 'train': .*expected a list of profiles"),
         ("unused", "", ["--rank", "1"], "--rank is 1: expected one of 0, 2"),
+        ("unused", "", ["--transfer", "1"], "--transfer is 1.0: expected none with --bubbles"),
+        ("unused", "", ["--schedule", "own.csv", "--bubbles", "bubbles.json"], "expected the bubbles of a training"),
+        ("own.csv", "0F0,0B0", ["--schedule", "own.csv"], "--times is '': expected three numbers"),
     ],
 )
 def test_bad_input_is_named_in_one_line(files, file, text, arguments, message):

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import NAMES, make_schedule, usual_chunks
 from megatron.fill.pipeline.torch_csv import dump_csv, load_csv
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "schedules").glob("*.csv"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -19,20 +22,36 @@ def test_a_file_round_trips(name: str, tmp_path: Path):
     assert load_csv(path) == schedule
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_torch_reads_a_file_and_is_read_with_its_transfers(name: str, tmp_path: Path):
+def assert_torch_runs(path: Path, schedule: Schedule, again: Path) -> None:
+    """Torch validates the file, and adds transfers; what it writes is the same schedule."""
     runtime = pytest.importorskip("torch.distributed.pipelining.schedules")._PipelineScheduleRuntime
-    schedule = make_schedule(name, 4, 8, usual_chunks(name))
-    path = tmp_path / f"{name}.csv"
-    dump_csv(path, schedule)
     theirs = runtime.__new__(runtime)  # its constructor needs a process group
-    theirs.pp_group_size, theirs._num_stages, theirs._n_microbatches = 4, schedule.virtual_stages, 8
+    theirs.pp_group_size, theirs._num_stages = schedule.stages, schedule.virtual_stages
+    theirs._n_microbatches = schedule.microbatches
     theirs._stages, theirs.pipeline_order, theirs._defer_pp_recv = [], {}, False
     theirs._load_csv(str(path), format="compute_only")
     assert theirs.stage_index_to_group_rank == dict(enumerate(schedule.placement))
-    theirs._dump_csv(str(path), format="compute_comms")
-    assert "RECV_F" in path.read_text()
-    assert load_csv(path) == schedule
+    theirs._dump_csv(str(again), format="compute_comms")
+    assert "RECV_F" in again.read_text()
+    assert load_csv(again) == schedule
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_reads_a_file_and_is_read_with_its_transfers(name: str, tmp_path: Path):
+    schedule = make_schedule(name, 4, 8, usual_chunks(name))
+    path = tmp_path / f"{name}.csv"
+    dump_csv(path, schedule)
+    assert_torch_runs(path, schedule, path)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_the_examples_are_schedules_that_torch_runs(path: Path, tmp_path: Path):
+    schedule = load_csv(path)
+    assert_torch_runs(path, schedule, tmp_path / path.name)
+    if path.stem in NAMES:
+        assert schedule == make_schedule(path.stem, 8, 32, schedule.chunks)
+    else:
+        assert (path.stem, schedule.stages, schedule.microbatches) == ("zb-h2", 8, 32)
 
 
 def test_transfers_and_empty_cells_are_left_out(tmp_path: Path):
