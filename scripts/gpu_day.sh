@@ -117,8 +117,8 @@ smoke() {
 figures1() {
     local model=(--model "$larger" --waits "$waits")
     bench profile 115 --parts profile --model "$larger" --waits "$waits"
-    bench filled 120 --parts filled "${model[@]}" "${some[@]}"
-    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
+    bench filled 125 --parts filled "${model[@]}" "${some[@]}"
+    bench filled-mps 125 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
     bench no-gate 111 --parts no-gate "${model[@]}" "${few[@]}"
     bench no-gate-mps 111 --parts no-gate "${model[@]}" --sharing "$mps" "${few[@]}"
 }
@@ -130,7 +130,7 @@ figures2() {
 }
 
 stages() {
-    step losses 160 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/losses" --device "$device" --iterations 20 --most-seconds $((45 * stretch))
+    step losses 185 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/losses" --device "$device" --iterations 20 --most-seconds $((45 * stretch))
     step free-waits 140 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((127 * stretch))
 }
 

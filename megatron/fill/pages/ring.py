@@ -12,7 +12,8 @@ counts them.  Layout, in 64-bit words, then entries of 64 bytes from byte 4096 o
     4  number of the last mark that the GPU has reached, if marks are written    5  1 if they are
     8..15  the semaphore
 
-An entry is visible before its signal can fire: between them are a launch and the GPU, which order memory.
+An entry is visible before its signal can fire: between them are a launch and the GPU, which order memory.  The relay
+looks at the next entry, too, which the rank may be writing: an entry's number is its first word, and written last.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _VERSION, _BEGUN, _OFF, _LISTENING, _REACHED, _WRITTEN = range(6)
 _LOOK_S = 20e-6  # polling interval for written marks
 _SEMAPHORE_AT = 64
 _ENTRIES_AT = 4096
-_ENTRY = struct.Struct("=QQIiqq24s")
+_WORD_BYTES = 8
+_ENTRY_BYTES = 64
+_FIELDS = struct.Struct("=QIiqq24s")  # behind an entry's number; struct clears them all before it writes them in turn
 _TEXT_BYTES = 24
 CAPACITY = 4096  # entries; an iteration of 64 microbatches takes some 400
 
@@ -74,7 +77,7 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        self.fd = memfd.create("ring", _ENTRIES_AT + CAPACITY * _ENTRY.size)
+        self.fd = memfd.create("ring", _ENTRIES_AT + CAPACITY * _ENTRY_BYTES)
         self._map = mmap.mmap(self.fd, 0)
         self._words = memoryview(self._map).cast("Q")
         self.header = _address(self._map), _ENTRIES_AT
@@ -101,8 +104,10 @@ class Ring:
         if marked:
             self._marks = due
         self._words[_BEGUN] = begun  # before the slot changes, so that a relay in the middle of reading it can tell
-        at = _ENTRIES_AT + (begun % CAPACITY) * _ENTRY.size
-        _ENTRY.pack_into(self._map, at, begun, due, fact, index, number, free_bytes, text.encode()[:_TEXT_BYTES])
+        at = _entry_at(begun)
+        name = text.encode()[:_TEXT_BYTES]
+        _FIELDS.pack_into(self._map, at + _WORD_BYTES, due, fact, index, number, free_bytes, name)
+        self._words[at // _WORD_BYTES] = begun
 
     @property
     def written(self) -> bool:
@@ -170,9 +175,9 @@ class RingReader:
         self._marks += 1
         taken: list[Entry] = []
         while True:
-            number, due, fact, index, value, free_bytes, text = _ENTRY.unpack_from(
-                self._map, _ENTRIES_AT + (self._next % CAPACITY) * _ENTRY.size
-            )
+            at = _entry_at(self._next)
+            number = self._words[at // _WORD_BYTES]
+            due, fact, index, value, free_bytes, text = _FIELDS.unpack_from(self._map, at + _WORD_BYTES)
             begun = self._words[_BEGUN]
             if begun - self._next >= CAPACITY:
                 # Resume in the middle, so that the rank does not overtake again at once.
@@ -184,6 +189,11 @@ class RingReader:
                 self._next += 1
                 name = text.rstrip(b"\0").decode(errors="replace")
                 taken.append(Entry(due, Fact(fact), index, value, free_bytes, name))
+
+
+def _entry_at(number: int) -> int:
+    """Offset in bytes of an entry."""
+    return _ENTRIES_AT + (number % CAPACITY) * _ENTRY_BYTES
 
 
 def _address(shared: mmap.mmap) -> int:

@@ -18,9 +18,10 @@ from tests.unit.benchmarks.test_gpu_day import day
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("look", "smoke", "figures1", "figures2", "stages")
 MOST_S = 580  # of the ten minutes that a command may take there
-DAY_S = 2160
+DAY_S = 2220
 MACHINE_S = 60  # the start of the machine, out of the same time
 SLOW_S = 0.7  # an iteration, as of the larger model on an H100
+PACES_S = [SLOW_S * percent / 100 for percent in range(20, 101)]
 SMI_S = 3.0  # an answer of nvidia-smi where no other process has the driver open
 
 
@@ -31,7 +32,7 @@ def steps_of(part: str) -> dict[str, tuple[int, list[str]]]:
     return {name: (int(limit), command.split()) for limit, name, command in found}
 
 
-def test_a_part_takes_less_than_ten_minutes_whatever_its_steps_do_and_all_take_36_minutes():
+def test_a_part_takes_less_than_ten_minutes_whatever_its_steps_do_and_all_take_37_minutes():
     limits = [sum(limit for limit, _ in steps_of(part).values()) for part in PARTS]
     assert max(limits) <= MOST_S
     assert MACHINE_S + sum(limits) < DAY_S
@@ -46,7 +47,8 @@ def test_each_training_has_the_time_that_it_takes_at_a_slow_pace(part, monkeypat
             continue
         monkeypatch.setattr(sys, "argv", command[1:])
         _, options = bench_gpu.parsed()
-        least_s = sum(least_s_of(one, options, "cuda", SLOW_S) for one in options.parts)
+        # A faster pace may need more time, because the blocks in which jobs set themselves up are whole.
+        least_s = max(sum(least_s_of(one, options, "cuda", pace_s) for one in options.parts) for pace_s in PACES_S)
         if {"profile", "filled", "identity"} & set(options.parts):
             variant = f"{options.waits} {options.schedule} {options.model}"
             least_s += 0 if variant in paced or options.parts == ["profile"] else START_S + 10 * SLOW_S + END_S
@@ -66,7 +68,7 @@ def test_trainings_of_real_stages_have_the_time_that_they_take_at_a_slow_pace():
     limit, command = steps["losses"]
     options = gpu_identity.parsed(command[2:])
     assert options.iterations * SLOW_S < options.most_seconds
-    assert gpu_identity.least_s(options, SLOW_S) == 2 * (START_S + options.most_seconds + END_S)
+    assert gpu_identity.least_s(options, SLOW_S) == 2 * (START_S + options.most_seconds + 15 * SLOW_S + END_S)
     assert gpu_identity.least_s(options, SLOW_S) <= limit
 
 

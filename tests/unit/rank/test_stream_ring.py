@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 
 import pytest
@@ -121,3 +122,21 @@ def test_a_gate_that_is_passed_on_goes_on_where_it_was():
     assert reader.ended
     with pytest.raises(GateError, match="is not a gate"):
         SharedGate(Ring().fd)
+
+
+def test_the_relay_takes_no_entry_that_is_written_in_part(ends):
+    ring, reader = ends
+    seen: list[Entry] = []
+
+    def look(frame, event, argument):
+        seen.extend(reader.take())  # as if the device had reached a mark between any two statements
+        return look
+
+    for number in range(3):
+        before = sys.gettrace()
+        sys.settrace(lambda frame, event, argument: look if frame.f_code is Ring.write.__code__ else None)
+        try:
+            ring.write(Fact.BUBBLE_OPENED, 3, number, 1 << 36, "fwd-bwd")
+        finally:
+            sys.settrace(before)
+    assert seen == [Entry(1 + number, Fact.BUBBLE_OPENED, 3, number, 1 << 36, "fwd-bwd") for number in range(3)]
