@@ -12,8 +12,15 @@ total and what they had.
 which is started again in the same run folder.  ``work_lost_s_max`` is the longest time from the first step that a job
 does again to its last one, beside the ``checkpoint_s`` between two checkpoints.
 
+``nodes``: a training over three nodes, which are network namespaces of this machine, one rank on each, with short jobs
+in one PostgreSQL; it takes root.  At random, nodes are cut off from the database, from each other or from both, for
+less than the jobs' lease or for longer, the database is restarted or crashes, and agents are killed.  ``lost`` jobs did
+not succeed or lack a step, the store heard of those in ``twice`` more than once, and ``main_failures`` are ranks that
+failed.  Of the jobs ``at_the_end_again``, the store did not hear that they were at their end before the lease ended.
+
     python scripts/benchmarks/bench_operate.py --json docs/benchmarks/operate.json
     python scripts/benchmarks/bench_operate.py --parts deaths --json docs/benchmarks/operate.json
+    python scripts/benchmarks/bench_operate.py --parts nodes --json docs/benchmarks/operate.json
 """
 
 from __future__ import annotations
@@ -37,6 +44,8 @@ from megatron.fill.work import Work
 from scripts.benchmarks.bench_report import write_run
 from scripts.benchmarks.harness import arguments, opened, pipefill
 from tests.e2e.deaths import die
+from tests.e2e.network import why_no_network
+from tests.e2e.nodes import survive
 from tests.e2e.training import warm_ranks
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -44,6 +53,7 @@ _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtua
 _OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
 _STAGES = _MICROBATCHES = 4
 _USERS, _RUNS = 7, 5
+_PARTS = ("page", "usage", "deaths", "nodes")
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -127,16 +137,39 @@ def measure_deaths(folder: Path, count: int) -> tuple[dict[str, Any], dict[str, 
     return figures | {"filling_after_s_max": max(filling_s)}, {"each": [asdict(death) for death in found]}
 
 
+def measure_nodes(folder: Path, jobs: int, longest_s: float) -> dict[str, Any]:
+    """Return what became of the jobs and the training."""
+    with warm_ranks():
+        found = survive(folder, jobs, longest_s)
+    return {
+        "jobs": found.jobs,
+        "lost": found.lost,
+        "twice": found.twice,
+        "main_failures": found.main_failures,
+        "at_the_end_again": found.again,
+        "with_two_workers": found.overlapped,
+        "attempts": found.attempts,
+        "nodes_iterations": found.iterations,
+        "nodes_losses_identical": found.losses_compared,
+        "nodes_longest_cut_s": longest_s,
+        "nodes_cuts": dict(sorted(found.cuts.items())),
+        "nodes_s": found.seconds,
+    }
+
+
 def main() -> None:
     """Measure the parts that are asked for."""
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=("page", "usage", "deaths"), default=["page", "usage"])
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=["page", "usage"])
     parser.add_argument("--ranks", type=int, default=64, help=f"a multiple of {_STAGES} (default: 64)")
     parser.add_argument("--iterations", type=int, default=10_000, help="(default: 10000)")
     parser.add_argument("--turns", type=int, default=5, help="times that each page is opened (default: 5)")
-    parser.add_argument("--jobs", type=int, default=1000, help="jobs of the usage's store (default: 1000)")
+    parser.add_argument("--jobs", type=int, default=1000, help="of the usage's store, and of the nodes (default: 1000)")
     parser.add_argument("--deaths", type=int, default=100, help="of the training (default: 100)")
+    parser.add_argument("--seconds", type=float, default=60, help="longest time that a node is cut off (default: 60)")
     options = parser.parse_args()
+    if "nodes" in options.parts and (lacking := why_no_network()):
+        parser.error(f"--parts nodes: {lacking}")
     if options.ranks < 1 or options.ranks % _STAGES:
         parser.error(f"--ranks is {options.ranks}; expected a multiple of the {_STAGES} stages")
     results = opened(parser, options.json)
@@ -150,6 +183,8 @@ def main() -> None:
         if "deaths" in options.parts:
             figures, details = measure_deaths(folder, options.deaths)
             results.add("deaths", figures, **details)
+        if "nodes" in options.parts:
+            results.add("nodes", measure_nodes(folder, options.jobs, options.seconds))
     print(json.dumps(results.summary, indent=2))
 
 

@@ -70,6 +70,30 @@ class Timed(SideTask):
         self.done = state["done"]
 
 
+class Noted(SideTask):
+    """Does ``steps`` steps of 1 ms, and notes each in its folder: who did it, when, and which; resumable."""
+
+    def create(self, steps: int) -> None:
+        self.steps, self.done = steps, 0
+        self.name = os.urandom(8).hex()  # of this attempt
+        self.context.total_work = steps
+
+    def run_next_step(self) -> float:
+        if self.done >= self.steps:
+            raise StopIteration
+        spin(1.0)
+        self.done += 1
+        with (self.context.directory / "notes").open("a") as file:
+            file.write(f"{self.name} {time.monotonic_ns()} {self.done}\n")
+        return 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
 class Waits(SideTask):
     """Keeps its seat, and uses no bubble, until there is a file ``go`` in its folder; then it is done."""
 

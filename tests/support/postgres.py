@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -25,14 +27,18 @@ class PrivatePostgres:
 
     Args:
         durable: write through to the disk, as a real one does.
+        address: address in ``within`` at which it listens besides, for that network.
+        within: command that runs another one in a network namespace.
 
     Raises:
         NoPostgres: it is not installed, or does not start.
     """
 
-    def __init__(self, durable: bool = False) -> None:
+    def __init__(self, durable: bool = False, address: str = "", within: Sequence[str] = ()) -> None:
         self._binaries = _binaries()
         self._durable = durable
+        self._address = address
+        self._within = within
         self._databases = 0
         self._pooler: subprocess.Popen[bytes] | None = None
 
@@ -58,6 +64,10 @@ class PrivatePostgres:
     def url(self, database: str) -> str:
         return f"postgresql+psycopg://pipefill@/{database}?host={self.folder}"
 
+    def over_network(self, url: str) -> str:
+        """The URL of the same database by way of ``address``."""
+        return url.replace("@/", f"@{self._address}/").partition("?")[0]
+
     def new_database(self) -> str:
         """The URL of a new, empty database."""
         self._databases += 1
@@ -80,7 +90,10 @@ class PrivatePostgres:
         with log:
             self._server = subprocess.Popen(
                 # The kernel ends it when the thread that starts it dies, however that happens.
-                [*_as_other_user("--pdeathsig", "INT"), self._binaries / "postgres", "-D", self.folder / "data"],
+                [
+                    *(*self._within, *_as_other_user("--pdeathsig", "INT")),
+                    *(self._binaries / "postgres", "-D", self.folder / "data"),
+                ],
                 stdout=log,
                 stderr=log,
                 cwd="/",
@@ -93,9 +106,9 @@ class PrivatePostgres:
                 raise NoPostgres(f"PostgreSQL does not start: {(self.folder / 'log').read_text()[-400:]}")
             time.sleep(0.05)
 
-    def stop(self) -> None:
-        """Shut it down at once; its clients lose their connections."""
-        self._server.send_signal(2)  # SIGINT: fast shutdown
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """Shut it down at once, with SIGQUIT as in a crash; its clients lose their connections."""
+        self._server.send_signal(how)
         self._server.wait(_START_S)
 
     def _start_pooler(self) -> subprocess.Popen[bytes]:
@@ -133,11 +146,13 @@ class PrivatePostgres:
             "--locale=C",
             f"--pgdata={self.folder / 'data'}",
         )
-        settings = f"listen_addresses = ''\nunix_socket_directories = '{self.folder}'\n"
+        settings = f"listen_addresses = '{self._address}'\nunix_socket_directories = '{self.folder}'\n"
         if not self._durable:
             settings += "fsync = off\nsynchronous_commit = off\nfull_page_writes = off\n"
         with (self.folder / "data" / "postgresql.conf").open("a") as file:
             file.write(settings)
+        with (self.folder / "data" / "pg_hba.conf").open("a") as file:
+            file.write("host all all samenet trust\n")
 
     def _call(self, program: str, *arguments: str) -> None:
         command = [*_as_other_user(), str(self._binaries / program), *arguments]
