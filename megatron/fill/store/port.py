@@ -2,9 +2,9 @@
 
 Times are seconds since the epoch (``_s``).  A *claim* makes one agent a job's only owner until its *lease* ends; every
 heartbeat renews the lease.  A job whose lease has expired goes back to QUEUED with the next claim or ``recover`` of any
-agent; its former owner is notified by its next call and has to stop.  An owner that calls before that still has the job,
-so one that cannot reach the store goes on: perhaps nobody can.  ``attempt`` counts the claims of a job and distinguishes
-its new owner from an old one, which can no longer finish it.
+agent; its former owner is notified by its next call and has to stop.  An owner that calls before that still has the
+job, so one that cannot reach the store goes on: perhaps nobody can.  ``attempt`` counts the claims of a job and
+distinguishes its new owner from an old one, which can no longer finish it.
 """
 
 from __future__ import annotations
