@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -77,10 +78,13 @@ class PipelineCosts:
         stage = StageCost(forward_ns, backward_ns, weight_ns)
         return cls((stage,) * (ranks * chunks), p2p_ns, (reduce_ns,) * ranks, (optimizer_ns,) * ranks)
 
-    def slowed(self, rank: int, factor: float) -> PipelineCosts:
+    def slowed(self, rank: int, factor: float, held: Sequence[int] | None = None) -> PipelineCosts:
         """Costs with a straggler: all computation of the rank takes ``factor`` times as long, rounded to ns.
 
         Its reduction is communication and is not changed.
+
+        Args:
+            held: virtual stages of the rank; None for Megatron's placement.
 
         Raises:
             ValueError: there is no such rank, or the factor is not positive.
@@ -88,7 +92,7 @@ class PipelineCosts:
         if not 0 <= rank < self.ranks or factor <= 0:
             raise ValueError(f"rank {rank} slowed {factor} times; expected 0 to {self.ranks - 1} and a positive factor")
         stages = list(self.stages)
-        for virtual in range(rank, len(stages), self.ranks):
+        for virtual in range(rank, len(stages), self.ranks) if held is None else held:
             stage = stages[virtual]
             weight_ns = round(stage.weight_ns * factor)
             input_ns = round((stage.backward_ns - stage.weight_ns) * factor)

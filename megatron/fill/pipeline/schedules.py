@@ -193,7 +193,7 @@ _ONE_CHUNK: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_forward_one_backward,
     "zb-h1": zb_h1,
 }
-_V_SHAPED: dict[str, Callable[[int, int], Schedule]] = {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
+V_SHAPED: dict[str, Callable[[int, int], Schedule]] = {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
 NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 
 
@@ -220,7 +220,7 @@ def make_schedule(
         return looped_bfs(stages, microbatches, chunks)
     if chunks != usual_chunks(name):
         raise ValueError(f"{name} with {chunks} chunks; expected {usual_chunks(name)}")
-    return (_ONE_CHUNK | _V_SHAPED)[name](stages, microbatches)
+    return (_ONE_CHUNK | V_SHAPED)[name](stages, microbatches)
 
 
 def _in_phases(phases: Iterable[tuple[int, str]]) -> list[Op]:

@@ -241,6 +241,23 @@ def test_pays_weighs_a_schedule_from_a_file(folder):
     assert json.loads(pays("--json", "--schedule", "zb-h1.csv", "--", *layout))["iteration_s"] < usual["iteration_s"]
 
 
+def test_pays_weighs_stages_in_a_v(folder):
+    layers = "--num-layers-per-virtual-pipeline-stage", str(int(FLAGS.split("--num-layers ")[1].split()[0]) // 8)
+    layout = [*FLAGS.split(), "--pipeline-model-parallel-size", "4", *layers]
+    dump_csv(folder / "in-turn.csv", make_schedule("interleaved", 4, 32, 2))
+    dump_csv(folder / "v.csv", make_schedule("zb-v", 4, 32, 2))
+    usual, in_turn, v = (
+        json.loads(pays("--json", *given, "--", *layout))
+        for given in ((), ("--schedule", "in-turn.csv"), ("--schedule", "v.csv"))
+    )
+    assert in_turn == usual
+    assert v["bubble_share"] < usual["bubble_share"]
+    text = (folder / "v.csv").read_text().splitlines()
+    (folder / "far.csv").write_text("\n".join([text[0], text[2], text[1], text[3]]))
+    with pytest.raises(ConfigError, match=r"far: stage .* expected neighbours"):
+        pays("--schedule", "far.csv", "--", *layout)
+
+
 def test_pays_says_what_is_wrong_with_the_file_of_a_schedule(folder):
     layout = [*FLAGS.split(), "--pipeline-model-parallel-size", "4"]
     dump_csv(folder / "few.csv", make_schedule("1f1b", 2, 32))

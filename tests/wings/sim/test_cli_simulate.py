@@ -114,13 +114,23 @@ def test_a_schedule_from_a_file_is_simulated_as_the_same_by_name(folder):
     assert bubbles("--schedule", "zb-h1/own.csv") < bubbles()
 
 
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
+def test_stages_in_a_v_are_simulated(folder, name):
+    deeper = changed("main_jobs/0/parallel/chunks", 2)
+    dump_csv(folder / "v.csv", make_schedule(name, 2, 4, 2))
+    v, by_name, interleaved = (
+        json.loads(run(deeper, "--json", *given))[0]["total"]
+        for given in (("--schedule", "v.csv"), ("--sweep", f"schedule={name}"), ("--sweep", "schedule=interleaved"))
+    )
+    assert v == by_name
+    assert v["bubble"] < interleaved["bubble"]
+
+
 def test_a_wrong_file_of_a_schedule_is_one_line(folder):
     dump_csv(folder / "deep.csv", make_schedule("1f1b", 4, 4))
     dump_csv(folder / "v.csv", make_schedule("zb-v", 2, 4, 2))
     assert problem(CONFIG, "--schedule", "deep.csv").endswith("it has 4 ranks: expected 2, as the training has")
     assert problem(CONFIG, "--schedule", "v.csv").endswith("it has 2 stages per rank: expected 1, as the training has")
-    deeper = changed("main_jobs/0/parallel/chunks", 2)
-    assert problem(deeper, "--schedule", "v.csv").endswith("(0, 1, 1, 0): expected 0 to 1 in turn")
     assert "none.csv" in problem(CONFIG, "--schedule", "none.csv")
 
 

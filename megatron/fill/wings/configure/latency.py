@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.program import eager, rendezvous
-from megatron.fill.pipeline.schedule import Pass
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.wings.configure.layout import Layout, StageRoutes
 from megatron.fill.wings.configure.links import all_reduce_s
@@ -68,8 +69,9 @@ def iteration(
     parameter_s = _parameter_s(gpu, its, passes)
     fixed_s = fixed_step_s(its, passes)
     for stage, routes in enumerate(layout.stages):
-        inner = 0 < stage < its.pp - 1
-        alike = (sum(layers[stage :: its.pp]), id(routes)) if inner else stage
+        held = its.held(stage)
+        inner = not {0, len(layers) - 1}.intersection(held)
+        alike = (sum(layers[virtual] for virtual in held), id(routes)) if inner else stage
         if alike not in steps:
             steps[alike] = _reduce_and_step_s(model, parameter_s, its, stage, routes)
         reduce_s, step_s = steps[alike]
@@ -103,8 +105,8 @@ def stage_times(
     last = len(layers) - 1
     known: dict[object, StageCost] = {}
     stages = []
-    for at, count in enumerate(layers):
-        exchange = exchanges[at % its.pp]
+    for at, (count, rank) in enumerate(zip(layers, its.placement, strict=True)):
+        exchange = exchanges[rank]
         key = count, at == 0, at == last, exchange
         if key not in known and passes is not None:
             known[key] = passes.stage_cost(model, its, count, (at == 0, at == last), exchange)
@@ -269,12 +271,25 @@ def _compiled(
         for step in program.steps:
             links: dict[int, dict[bool, None]] = {}
             for rank, op in step.transfers:
-                back = op.kind is not Pass.FORWARD
-                links.setdefault(rank if back else (rank - 1) % stages, {})[back] = None
+                link, back = _link(schedule, rank, op)
+                links.setdefault(link, {})[back] = None
             if links:
                 waits.append(tuple(_in_turn(link, tuple(ways), program.rank) for link, ways in links.items()))
         rows.append(tuple(waits))
     return Compiled(schedule, both_wait), tuple(rows)
+
+
+def _link(schedule: Schedule, rank: int, op: Op) -> tuple[int, bool]:
+    """The link over which a rank receives what a pass takes, as in ``compiled_schedule``."""
+    stage, there = schedule.virtual_stage(rank, op), op.kind is Pass.FORWARD
+    source = schedule.placement[stage - 1 if there else stage + 1]
+    ways = [(source, False), (rank, True)] if there else [(rank, True), (source, False)]
+    for link, back in ways:
+        if (link + 1) % schedule.stages == (source if back else rank):
+            return link, back
+    raise ConfigError(
+        f"{schedule.name}: stage {stage} is on rank {rank}, next to rank {source}'s: expected neighbours, as links are"
+    )
 
 
 def _in_turn(link: int, ways: tuple[bool, ...], rank: int) -> tuple[tuple[int, bool], ...]:

@@ -63,7 +63,8 @@ def memory(model: ModelSpec, its: Parallel) -> tuple[StageMemory, ...]:
     """Peak memory of a GPU of each stage, by the schedule."""
     parts, layers = micro_batch(model, its), its.layers(model)
     ranks = [passes(parts, its, layers, rank) for rank in range(its.pp)]
-    there = [own[chunk] for chunk in range(its.chunks) for own in ranks]
+    held = ((virtual, one) for rank, own in enumerate(ranks) for virtual, one in zip(its.held(rank), own, strict=True))
+    there = [one for _, one in sorted(held, key=lambda pair: pair[0])]
     schedule = compiled_schedule(its)[0].schedule
     peaks = peak_pass_bytes(schedule, [one.kept_bytes for one in there], [one.peak_bytes for one in there])
     return tuple(held_memory(model, its, parts, stage, peak) for stage, peak in enumerate(peaks))

@@ -88,7 +88,7 @@ class CostModel:
         if its.distributed_optimizer:
             reduce_s /= 2
         reduce_s *= 1 - self.overlap_grad_reduce
-        if rank in (0, its.pp - 1):
+        if rank in (its.placement[0], its.placement[-1]):
             size = tied_embedding_bytes(model, its)
             reduce_s += self.network.all_reduce_s(size, 2, *self._between_stages()) if size else 0.0
         return reduce_s
@@ -163,8 +163,8 @@ def p2p_bytes(model: ModelSpec, parallel: Parallel) -> float:
 
 
 def tied_embedding_bytes(model: ModelSpec, parallel: Parallel) -> float:
-    """Return the bytes of a tied embedding's gradients, reduced between first and last stage; 0 if there are none."""
-    if not model.tied_embeddings or parallel.pp == 1:
+    """Return the bytes of a tied embedding's gradients, reduced between two ranks; 0 if one has both its stages."""
+    if not model.tied_embeddings or parallel.placement[0] == parallel.placement[-1]:
         return 0.0
     return model.embedding_parameters / parallel.tp * parallel.precision.gradient_bytes
 

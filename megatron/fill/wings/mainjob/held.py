@@ -126,8 +126,9 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -
     last = its.pp * its.chunks - 1
     several = its.microbatches > 1
     found: list[Pass] = []
-    for virtual in range(rank, last + 1, its.pp):
-        if len(found) > 1 and virtual != last and layers[virtual] == layers[rank + its.pp]:
+    held = its.held(rank)
+    for virtual in held:
+        if len(found) > 1 and virtual != last and layers[virtual] == layers[held[1]]:
             found.append(found[1])
         else:
             found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))
@@ -217,7 +218,7 @@ def _deferred_bytes(model: ModelSpec, its: Parallel, rank: int) -> float:
     Each keeps the output layer's input and the gradient of its logits, until the last stage would have to wait.
     """
     most = model.kernels.deferred
-    if rank != its.pp - 1 or most == 0 or its.pp == 1:
+    if rank != its.placement[-1] or most == 0 or its.pp == 1:
         return 0.0
     count = its.microbatches if most is None else min(most, its.microbatches)
     rows = model.sequence / its.cp * its.microbatch

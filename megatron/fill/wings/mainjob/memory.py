@@ -8,6 +8,7 @@ stage instead of the fullest one; activations by Korthikanti et al. 2022 (arXiv 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fill.wings.mainjob.model import ModelSpec
@@ -34,15 +35,16 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     Tensor parallelism divides matrices and embeddings; every one of its ranks has the layer norms.  The last stage has
     the output layer's weights, tied or not, and BERT's heads, which tensor parallelism does not divide.
     """
-    layers = sum(parallel.layers(model)[rank :: parallel.pp])
+    held = parallel.held(rank)
+    layers = _layers(model, parallel, held)
     matrices = layers * (model.matrix_parameters - model.expert_parameters)
     whole = layers * model.norm_parameters
-    if rank == 0:
+    if 0 in held:
         matrices += model.embedding_parameters
         whole += model.positions * model.hidden
-    if rank == parallel.pp - 1:
+    if parallel.pp * parallel.chunks - 1 in held:
         whole += model.final_norm_parameters + model.head_parameters
-        if parallel.pp > 1 or not model.tied_embeddings:
+        if 0 not in held or not model.tied_embeddings:
             matrices += model.embedding_parameters
     return matrices / parallel.tp + whole + expert_parameters(model, parallel, rank)
 
@@ -51,8 +53,13 @@ def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     """Return the number of experts' parameters in ``stage_parameters``; only every ``ep``-th replica has the same."""
     if not model.experts:
         return 0.0
-    layers = sum(parallel.layers(model)[rank :: parallel.pp])
+    layers = _layers(model, parallel, parallel.held(rank))
     return layers * model.expert_parameters / (parallel.expert_width * parallel.ep)
+
+
+def _layers(model: ModelSpec, parallel: Parallel, held: Sequence[int]) -> int:
+    each = parallel.layers(model)
+    return sum(each[virtual] for virtual in held)
 
 
 def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Recompute | None = None) -> float:
@@ -77,7 +84,7 @@ def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Reco
 
 
 def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
-    """Return the bytes that each virtual stage (``chunk * pp + rank``) keeps of one microbatch.
+    """Return the bytes that each virtual stage, along the model, keeps of one microbatch.
 
     In addition to its layers' activations, the first keeps token ids and the embedding's dropout mask, and the last the
     output layer's input and, for the loss, the logits in single precision, as in ``compute_activation_memory``.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.schedule import Schedule
-from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.schedules import V_SHAPED, make_schedule
 from megatron.fill.pipeline.torch_csv import load_csv
 
 
@@ -18,7 +19,7 @@ def order_of(name: str, stages: int, microbatches: int, chunks: int = 1, group_s
         group_size: group size of an interleaved schedule by name; a file has its own order.
 
     Raises:
-        ConfigError: the file is not a schedule, or one with other counts or with stages in another place.
+        ConfigError: the file is not a schedule, or one with other counts.
         ValueError: the name is unknown, or the schedule does not accept an argument.
     """
     path = Path(name)
@@ -32,6 +33,17 @@ def order_of(name: str, stages: int, microbatches: int, chunks: int = 1, group_s
     ):
         if there != wanted:
             raise ConfigError(f"{path}: it has {there} {what}: expected {wanted}, as the training has")
-    if schedule.placement != tuple(range(stages)) * chunks:  # costs and memory are those of Megatron's placement
-        raise ConfigError(f"{path}: its stages are on ranks {schedule.placement}: expected 0 to {stages - 1} in turn")
     return schedule
+
+
+@lru_cache(maxsize=64)
+def placement_of(name: str, stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """Return the rank of each virtual stage, along the model, of a schedule with these counts.
+
+    Raises:
+        ConfigError: as for ``order_of``.
+        ValueError: the schedule does not accept an argument.
+    """
+    if Path(name).is_absolute() or name in V_SHAPED:
+        return order_of(name, stages, microbatches, chunks).placement
+    return tuple(range(stages)) * chunks

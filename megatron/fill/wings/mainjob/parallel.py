@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.order import placement_of
 
 
 class Recompute(StrEnum):
@@ -64,7 +65,7 @@ class Parallel:
         last_layers: number of layers of the last rank; None for that of the other ranks.
         embedding_is_layer: True if the embedding counts as a layer of the first virtual stage.
         loss_is_layer: True if the loss counts as a layer of the last virtual stage.
-        stage_layers: number of layers of each virtual stage (``chunk * pp + rank``), which may be 0; None to divide
+        stage_layers: number of layers of each virtual stage, along the model, which may be 0; None to divide
             them evenly but for the fields above.
     """
 
@@ -144,6 +145,15 @@ class Parallel:
         """The number of ranks with the same experts, which reduce their gradients together."""
         return self.tp * self.replicas / (self.expert_width * self.ep)
 
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each virtual stage, along the model: ``0 1 0 1`` in Megatron's schedules, ``0 1 1 0`` in a V."""
+        return placement_of(self.schedule, self.pp, self.microbatches, self.chunks)
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages of a rank, in order."""
+        return tuple(virtual for virtual, holder in enumerate(self.placement) if holder == rank)
+
     def check(self, model: ModelSpec) -> None:
         """Check that the model can be divided over this layout.
 
@@ -181,7 +191,7 @@ class Parallel:
         self.layers(model)
 
     def layers(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the number of layers of each virtual stage (``chunk * pp + rank``).
+        """Return the number of layers of each virtual stage, along the model.
 
         Raises:
             ValueError: the layers cannot be divided evenly, or ``stage_layers`` are those of another layout or model.
@@ -216,7 +226,7 @@ class Parallel:
             )
         head, tail = [first] if first else [], [last] if last else []
         ranks = head + [rest // between if between else 0] * between + tail
-        return tuple(count // self.chunks for count in ranks) * self.chunks
+        return tuple(ranks[rank] // self.chunks for rank in self.placement)
 
     def _given_layers(self, model: ModelSpec) -> tuple[int, ...]:
         given = self.stage_layers or ()

@@ -136,7 +136,7 @@ class MainJob:
             self.optimizer_passes_bytes,
         ).pipeline()
         for stage, factor in self.stragglers:
-            costs = costs.slowed(stage, factor)
+            costs = costs.slowed(stage, factor, self.parallel.held(stage))
         return costs
 
     def timeline(self) -> Timeline:
@@ -184,10 +184,7 @@ class MainJob:
 
 @lru_cache(maxsize=64)
 def _schedule(name: str, stages: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-    schedule = order_of(name, stages, microbatches, chunks, group_size)
-    if schedule.placement != tuple(range(stages)) * chunks:  # costs and memory are those of Megatron's placement
-        raise ValueError(f"schedule is {name}; expected one with the first stage on rank 0 and the last on rank pp - 1")
-    return schedule
+    return order_of(name, stages, microbatches, chunks, group_size)
 
 
 @lru_cache(maxsize=64)

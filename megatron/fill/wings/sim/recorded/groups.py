@@ -160,7 +160,10 @@ def _changed(recorded: Schedule, change: Reschedule) -> Schedule:
     of_file = Path(name).is_absolute()
     if not of_file and (name == "interleaved") != (recorded.chunks > 1):
         raise ValueError(f"schedule is {name}; expected one with {recorded.chunks} chunks per rank, as recorded")
-    return order_of(name, recorded.stages, microbatches, recorded.chunks, change.group_size)
+    schedule = order_of(name, recorded.stages, microbatches, recorded.chunks, change.group_size)
+    if schedule.placement != recorded.placement:  # a rank's optimizer, reduction and memory are those of its stages
+        raise ValueError(f"{name}: its stages are on ranks {schedule.placement}; expected {recorded.placement}")
+    return schedule
 
 
 def _costs(records: Sequence[RankRecord], schedule: Schedule, weight_share: float) -> PipelineCosts:
