@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from megatron.fill.errors import ControlError, StoreError
 from megatron.fill.operate.spec import MetricsSpec
 from megatron.fill.pages.control import ControlPage, RunState, find_pages
-from megatron.fill.records import LiveRank, LiveSegment, last_segment
+from megatron.fill.records import LiveRank, LiveSegment, Sample, last_segment
 from megatron.fill.store import JobStore, open_store
 from megatron.fill.types import BubbleKind, JobState
 
@@ -29,11 +29,15 @@ _WAITING = (JobState.QUEUED, JobState.RUNNING)
 
 
 class RunMetrics:
-    """A collector for a Prometheus registry."""
+    """A collector for a Prometheus registry.
 
-    def __init__(self, spec: MetricsSpec) -> None:
+    Args:
+        sample: one iteration of so many is sampled; 0 for none.
+    """
+
+    def __init__(self, spec: MetricsSpec, sample: int = 0) -> None:
         self._spec = spec
-        self._live = LiveSegment(last_segment(Path(spec.run_dir)), [spec.node])
+        self._live = LiveSegment(last_segment(Path(spec.run_dir)), [spec.node], sample)
         self._pages: list[ControlPage] = []
         self._store: JobStore | None = None
 
@@ -46,6 +50,11 @@ class RunMetrics:
         yield from _of_attempts(ranks)
         yield from self._of_pages()
         yield from self._of_store()
+
+    def samples(self) -> list[tuple[LiveRank, Sample]]:
+        """Return the sampled iterations that are new, with their ranks."""
+        self._live.look()
+        return list(self._live.samples())
 
     def _of_slowdown(self, ranks: list[LiveRank]) -> Iterator[Metric]:
         slowdown = GaugeMetricFamily(

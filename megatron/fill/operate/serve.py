@@ -1,7 +1,7 @@
 """A node's metrics server: ``python -m megatron.fill.operate.serve``, with its settings on standard input.
 
 Its agent starts it.  It answers ``GET /metrics`` in Prometheus' formats, and sends the same by OTLP where
-``OTEL_EXPORTER_OTLP_ENDPOINT`` names a collector.
+``OTEL_EXPORTER_OTLP_ENDPOINT`` names a collector; with ``OTEL_TRACES_EXPORTER=otlp``, sampled bubbles as spans, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from prometheus_client.exposition import choose_encoder
 
 from megatron.fill.linux import host
 from megatron.fill.operate.metrics import RunMetrics
+from megatron.fill.operate.spans import RunSpans, sample_every
 from megatron.fill.operate.spec import OTLP, MetricsSpec
+from megatron.fill.records import LiveRank, Sample, last_segment
 
 logger = logging.getLogger("pipefill.metrics")
 
 _AGAIN_S = 30.0  # time between two attempts to listen
+_LOOK_S = 10.0  # time between two looks for sampled iterations; records are as old
 _FRESH_S = 1.0  # age up to which what was collected for OTLP is used again
 
 
@@ -42,6 +45,11 @@ class Collected:
     def collect(self) -> Iterable[Metric]:
         with self._lock:
             return list(self._metrics.collect())
+
+    def samples(self) -> list[tuple[LiveRank, Sample]]:
+        """Return the sampled iterations that are new, with their ranks."""
+        with self._lock:
+            return self._metrics.samples()
 
     def family(self, name: str) -> Metric:
         """Return a family, which may be a second old."""
@@ -137,14 +145,41 @@ def push(collected: Collected) -> None:
         make(family.name, [observe(family.name)], description=family.documentation)
 
 
+def trace(collected: Collected, segment: Path) -> None:
+    """Send the bubbles of sampled iterations as spans from now on."""
+    try:
+        spans = RunSpans(segment)
+    except ImportError as error:
+        logger.warning("%s: spans need pip install 'pipefill[metrics]'", error)
+        return
+    while True:
+        for rank, sample in collected.samples():
+            spans.add(rank, sample)
+        time.sleep(_LOOK_S)
+
+
+def _sample_every() -> int:
+    if not os.environ.get(OTLP):
+        return 0
+    try:
+        return sample_every(os.environ)
+    except ValueError as error:
+        logger.warning("no spans are sent: %s", error)
+        return 0
+
+
 def main() -> None:
     parent = os.getppid()
     host.die_with_parent(parent)
     spec = MetricsSpec.from_json(sys.stdin.read())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s metrics: %(message)s")
-    collected = Collected(RunMetrics(spec))
+    every = _sample_every()
+    collected = Collected(RunMetrics(spec, every))
     if os.environ.get(OTLP):
         push(collected)
+    if every:
+        segment = last_segment(Path(spec.run_dir)).folder
+        threading.Thread(target=trace, args=(collected, segment), name="spans", daemon=True).start()
     if spec.port:
         listen(spec, collected).serve_forever()
     threading.Event().wait()

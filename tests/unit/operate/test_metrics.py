@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from megatron.fill.operate.metrics import RunMetrics  # noqa: E402
 from megatron.fill.operate.serve import Collected, handler, read_token  # noqa: E402
+from megatron.fill.operate.spans import RunSpans, sample_every  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -211,15 +213,15 @@ def test_a_real_prometheus_scrapes_it(run, tmp_path):
                 prometheus.terminate()
 
 
-def test_they_go_out_by_otlp(run):
+@contextmanager
+def collector(run: Path, **environ: str) -> Iterator[dict[str, list[bytes]]]:
+    """A collector to which the run's server sends; what it has been sent, by path."""
     needs("opentelemetry.exporter.otlp.proto.http", "metrics")
-    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-
-    seen: list[bytes] = []
+    seen: dict[str, list[bytes]] = {}
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            seen.append(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.setdefault(self.path, []).append(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -229,20 +231,30 @@ def test_they_go_out_by_otlp(run):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    environ = os.environ | {
-        OTLP: f"http://127.0.0.1:{server.server_port}",
-        "OTEL_METRIC_EXPORT_INTERVAL": "200",
-        "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
-    }
+    environ = (
+        os.environ
+        | {OTLP: f"http://127.0.0.1:{server.server_port}", "OTEL_EXPORTER_OTLP_COMPRESSION": "none"}
+        | environ
+    )
     command = [sys.executable, "-m", "megatron.fill.operate.serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environ) as process:
         assert process.stdin is not None
         process.stdin.write(MetricsSpec(str(run), 0, str(run)).to_json().encode())
         process.stdin.close()
-        until(lambda: bool(seen) or process.poll() is not None, 30)
-        process.kill()
-    server.shutdown()
-    request = ExportMetricsServiceRequest.FromString(seen[0])
+        try:
+            yield seen
+        finally:
+            process.kill()
+            server.shutdown()
+
+
+def test_they_go_out_by_otlp(run):
+    with collector(run, OTEL_METRIC_EXPORT_INTERVAL="200") as seen:
+        until(lambda: "/v1/metrics" in seen, 30)
+        assert set(seen) == {"/v1/metrics"}  # spans are not asked for
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    request = ExportMetricsServiceRequest.FromString(seen["/v1/metrics"][0])
     metrics = {
         one.name: one for its in request.resource_metrics for scope in its.scope_metrics for one in scope.metrics
     }
@@ -250,6 +262,93 @@ def test_they_go_out_by_otlp(run):
     total = sum(report_of(*synthetic_run()).total.bubble_s.values())
     assert points.is_monotonic
     assert sum(point.as_double for point in points.data_points) == pytest.approx(total)
+
+
+def test_sampled_bubbles_go_out_by_otlp_as_spans(run):
+    asked = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER_ARG": "0.5", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    with collector(run, **asked) as seen:
+        until(lambda: "/v1/traces" in seen, 30)
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    request = ExportTraceServiceRequest.FromString(seen["/v1/traces"][0])
+    spans = [span for its in request.resource_spans for scope in its.scope_spans for span in scope.spans]
+    iterations = [span for span in spans if span.name == "iteration"]
+    assert iterations
+    for its in iterations:
+        bubbles = [span for span in spans if span.parent_span_id == its.span_id]
+        assert bubbles
+        for bubble in bubbles:
+            assert bubble.trace_id == its.trace_id
+            assert bubble.name.startswith("bubble ")
+
+
+def sampled(run: Path, every: int) -> list:
+    return RunMetrics(MetricsSpec(str(run), 0, str(run)), every).samples()
+
+
+def test_each_sampled_iteration_is_one_trace_of_all_ranks_with_its_bubbles_and_jobs(run):
+    needs("opentelemetry.exporter.otlp.proto.http", "metrics")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    spans = RunSpans(run / "records" / "1", exporter)
+    for rank, sample in sampled(run, 2):
+        spans.add(rank, sample)
+    spans.flush()
+    made: list[Any] = list(exporter.get_finished_spans())
+    found = {
+        (span.attributes["pipefill.rank"], span.attributes["pipefill.iteration"]): span
+        for span in made
+        if span.name == "iteration"
+    }
+    records, workers, _ = synthetic_run()
+    expected = {
+        (record.info.rank, its.iteration): its.end_ns - its.start_ns
+        for record in records
+        for its in record.iterations[:-1]  # the last one may not be complete
+        if its.iteration % 2 == 0
+    }
+    assert {at: span.end_time - span.start_time for at, span in found.items()} == expected
+    for record in records:
+        for iteration in {iteration for rank, iteration in expected if rank == record.info.rank}:
+            whole = found[record.info.rank, iteration]
+            below = [span for span in made if span.parent == whole.context]
+            its = [one for one in record.bubbles if one.iteration == iteration and not one.forward_only]
+            assert sorted(span.end_time - span.start_time for span in below) == sorted(one.duration_ns for one in its)
+            assert {span.context.trace_id for span in below} == {whole.context.trace_id}
+    traces = {(iteration, span.context.trace_id) for (_, iteration), span in found.items()}
+    assert len(traces) == len({iteration for iteration, _ in traces}) == len({trace for _, trace in traces})
+    jobs = {span.attributes["pipefill.job"] for span in made if "pipefill.job" in span.attributes}
+    assert jobs
+    assert jobs <= {worker.job for worker in workers}
+
+
+def test_samples_are_told_once_and_none_unless_asked_for(run):
+    metrics = RunMetrics(MetricsSpec(str(run), 0, str(run)), 1)
+    first = metrics.samples()
+    assert len({(rank.info.rank, sample.iteration) for rank, sample in first}) == len(first) > 0
+    assert metrics.samples() == []
+    assert sampled(run, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "every"),
+    [
+        ({}, 0),
+        ({"OTEL_TRACES_EXPORTER": "none"}, 0),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, 100),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER_ARG": "0.25"}, 4),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER_ARG": "0"}, 0),
+    ],
+)
+def test_the_environment_asks_for_spans(environ, every):
+    assert sample_every(environ) == every
+
+
+@pytest.mark.parametrize("ratio", ["much", "-1", "2", "nan"])
+def test_a_ratio_that_is_none_is_said(ratio):
+    with pytest.raises(ValueError, match="expected a number from 0 to 1"):
+        sample_every({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER_ARG": ratio})
 
 
 def test_the_agent_starts_it_again():
