@@ -29,16 +29,28 @@ import shutil
 import sysconfig
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
+from scripts.benchmarks.emulated import Emulation, emulation, why_not
 from scripts.benchmarks.harness import Results, arguments, opened, pipefill
-from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown, settings
+from scripts.benchmarks.trainings import (
+    GPT,
+    Blocks,
+    MainJob,
+    filled,
+    identical,
+    iterations_of,
+    jobs_file,
+    p99_slowdown,
+    settings,
+)
 
+NOT_PREEMPTING = replace(GPT, environment=emulation(Emulation.COMPLETION))
 PARTS = ("profile", "cpu", "emulated", "identity")
 IDENTITY_PAIRS = 2
 _SETTLING = 2  # pairs
@@ -127,10 +139,12 @@ def by_bubble(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def measure(folder: Path, part: str, jobs: Path, options: argparse.Namespace, *flags: str) -> dict[str, Any]:
+def measure(
+    folder: Path, part: str, jobs: Path, options: argparse.Namespace, *flags: str, main: MainJob
+) -> dict[str, Any]:
     """One training in pairs of blocks: its figures, and their details."""
     blocks = Blocks(options.block, options.pairs, options.warmup, _SETTLING)
-    report = filled(folder, part, jobs, blocks, *settings(baseline_seconds=options.baseline_seconds), *flags)
+    report = filled(folder, part, jobs, blocks, *settings(baseline_seconds=options.baseline_seconds), *flags, main=main)
     run = folder / f"{part}-run"
     summary = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
     summary |= {
@@ -168,8 +182,8 @@ def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
             results.add(part, identical(folder, jobs, blocks, *store), part)
             continue
         # No brake there: it would stop the filling before it is measured.
-        flags = (*settings(emulate="completion"), "--fill-max-slowdown", "0") if part == "emulated" else ()
-        found = measure(folder, part, jobs, options, *store, *flags)
+        flags, main = ((), GPT) if part == "cpu" else (("--fill-max-slowdown", "0"), NOT_PREEMPTING)
+        found = measure(folder, part, jobs, options, *store, *flags, main=main)
         results.add(part, found["summary"], part, **found["details"])
 
 

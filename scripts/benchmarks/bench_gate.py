@@ -6,7 +6,7 @@ first step, the overrun of the last step, and by how much later the main job, wh
 back.  Both sides read CLOCK_MONOTONIC.
 
 Measured in turn on the CPU as it is, where the kernel takes the core back from a step at any instant, and on an
-emulated device that does not preempt (``megatron.fill.device.emulated``; it takes the right to real-time priorities):
+emulated device that does not preempt (``scripts.benchmarks.emulated``; it takes the right to real-time priorities):
 with the end of the bubble known to the worker, and with steps until the bubble closes.  ``--step-ms`` says how long a
 step is, which is what cannot be interrupted there.
 
@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.device.emulated import Emulation, Launches, why_not
 from megatron.fill.linux import host
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, create_log
@@ -32,6 +31,7 @@ from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import StepDevice, StepPages
+from scripts.benchmarks.emulated import Emulation, Launches, why_not
 from scripts.benchmarks.harness import arguments, write_figures
 from scripts.benchmarks.sidetasks import CpuStep
 

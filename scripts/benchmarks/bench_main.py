@@ -9,8 +9,9 @@ pairs of blocks within one run each, on the CPU as it is:
   than without, since they start in it (three trainings, of four pairs at most).
 
 A CPU takes a core back from an idle-class process at any instant, so that these figures say little of a GPU, which does
-not.  Therefore also on an emulated device that does not preempt (the setting ``emulate``, which takes the right to
-real-time priorities), where steps run to completion (``emulated``) or take turns with the main job (``slices``):
+not.  Therefore also on an emulated device that does not preempt (``scripts.benchmarks.emulated``, which takes the
+right to real-time priorities), where steps run to completion (``emulated``) or take turns with the main job
+(``slices``):
 
 * ``emulated``, ``slices``: with everything;
 * ``slices-free``: the same as ``slices``, with a main job that needs no turn while it waits (--fill-free-waits).
@@ -35,11 +36,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.device.emulated import why_not
+from scripts.benchmarks.emulated import Emulation, emulation, why_not
 from scripts.benchmarks.gpu_figures import harvest_in_blocks
 from scripts.benchmarks.harness import Results, arguments, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
 from scripts.benchmarks.trainings import (
+    GPT,
     Blocks,
     filled,
     identical,
@@ -72,7 +74,7 @@ def identity(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, A
     return found | {"losses_identical_to_no_patches": losses(folder / "jobs") == losses(folder / "no-patches")}
 
 
-def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, name: str) -> dict[str, Any]:
+def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: Emulation, name: str) -> dict[str, Any]:
     """With PipeFill on a device that does not preempt."""
     jobs = [
         {"name": f"job{number}", "task": "scripts.benchmarks.sidetasks:Metered", "args": {"task": task, "args": args}}
@@ -80,7 +82,8 @@ def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, n
     ]
     path = jobs_file(folder / f"{name}.yaml", jobs)
     # No brake: it would stop the worse ones before they are measured.
-    report = filled(folder, name, path, blocks, *settings(emulate=how), "--fill-max-slowdown", "0")
+    main = replace(GPT, environment=emulation(how))
+    report = filled(folder, name, path, blocks, "--fill-max-slowdown", "0", main=main)
     use = report["total"]["time_use_ns"]
     filled_s = report["total"]["fillable_s"] + report["total"]["settling_s"]  # jobs count from their start
     return {
@@ -100,9 +103,9 @@ type Part = tuple[tuple[str, ...], Callable[[Path, Blocks, float | None], dict[s
 PARTS: dict[str, Part] = {  # by name: where its figures are in the summary, and what measures them
     "filled": ((), on_cpu),
     "identity": ((), identity),
-    "emulated": (("emulated",), partial(emulated, how="completion", name="emulated")),
-    "slices": (("emulated_slices",), partial(emulated, how="slices", name="slices")),
-    "slices-free": (("emulated_free_slices",), partial(emulated, how="free-slices", name="slices-free")),
+    "emulated": (("emulated",), partial(emulated, how=Emulation.COMPLETION, name="emulated")),
+    "slices": (("emulated_slices",), partial(emulated, how=Emulation.SLICES, name="slices")),
+    "slices-free": (("emulated_free_slices",), partial(emulated, how=Emulation.FREE_SLICES, name="slices-free")),
 }
 EMULATED = [name for name in PARTS if name.startswith(("emulated", "slices"))]
 

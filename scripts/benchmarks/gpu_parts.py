@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
+from scripts.benchmarks.emulated import Emulation, emulation, why_not
 from scripts.benchmarks.gpu_figures import ITERATION, check_steps, of_run, per_iteration_ms, times_ms
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_ungated import beside_the_training
@@ -42,7 +42,7 @@ _EXPECTED = re.compile(r"ghosts: stage .* in ms of ([\d.]+): (.*)")
 WITHOUT_WAITS = 5  # iterations at the beginning, in which ghosts measure
 _IDENTITY_PAIRS = 1
 _PACE_ITERATIONS = 5
-_NOT_EMULATED = "the rehearsal is without emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
+_NOT_EMULATED = "the rehearsal is without emulation, so jobs set themselves up in the warm-up, unlike on a GPU"
 _BUBBLES_ITERATIONS = {"cuda": 20, "cpu": 10}  # a rehearsal is small
 _MARKS_ITERATIONS = {"cuda": 40, "cpu": 10}
 PROFILE_S, START_S, END_S = 45.0, 30.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
@@ -149,7 +149,9 @@ class Bench:
         ghosts = ["--stage", str(self.options.stage), "--waits", self.options.waits]
         ghosts += ["--forward-ms", "20", "--backward-ms", "40"] if slow and self.device == "cpu" else []
         arguments = [*self.flags(WITHOUT_WAITS + iterations), *flags]
-        return beside_ghosts(ghosts, arguments, self.folder / f"{name}.log", self.left_s())
+        # As on a GPU, nothing but the gate keeps jobs from the training, their start included.
+        emulated = emulation(Emulation.COMPLETION) if self.device == "cpu" and not why_not() else {}
+        return beside_ghosts(ghosts, arguments, self.folder / f"{name}.log", self.left_s(), emulated)
 
     def run(self, name: str) -> Path:
         """A run folder, empty."""
@@ -174,8 +176,6 @@ class Bench:
             flags += ["--fill-sharing", self.options.sharing]
         elif lacking := why_not():
             print(f"bench_gpu: {_NOT_EMULATED}: {lacking}", flush=True)
-        else:  # as on a GPU, nothing but the gate keeps jobs from the training, their start included
-            flags += settings(emulate="completion")
         return flags
 
     @property

@@ -88,7 +88,11 @@ def on_gpus(
 
 @contextmanager
 def beside_ghosts(
-    ghosts: list[str], arguments: list[str], log: Path, limit_s: float | None = None
+    ghosts: list[str],
+    arguments: list[str],
+    log: Path,
+    limit_s: float | None = None,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Iterator[str]]:
     """A training of one real stage beside ghosts; yields the lines that it prints.
 
@@ -97,12 +101,13 @@ def beside_ghosts(
         arguments: flags of pretrain_gpt.py.
         log: for its output.
         limit_s: how long it may take; None for ever.
+        environment: variables besides those of this process.
 
     Raises:
         RuntimeError: it failed, or it took too long; the message has the end of its output.
     """
     program = [*SCRIPT[:-1], "-m", "pipefill_patches.ghosts", *ghosts, SCRIPT[-1]]
-    with _processes([{}], arguments, log, limit_s, program=program) as lines:
+    with _processes([environment or {}], arguments, log, limit_s, program=program) as lines:
         yield lines
 
 

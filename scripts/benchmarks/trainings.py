@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -68,11 +68,13 @@ class MainJob:
 
     Attributes:
         script: a script, or ``-m`` and a module with its arguments.
+        environment: variables besides those of this process.
     """
 
     script: tuple[str, ...] = ("pretrain_gpt.py",)
     flags: tuple[str, ...] = MODEL
     ranks: int = 2
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 GPT = MainJob()
@@ -90,7 +92,9 @@ def command(iterations: int, log_dir: Path, script: Sequence[str], *extra: str, 
 
 
 @contextmanager
-def training(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+def training(
+    arguments: list[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A training whose output goes to ``log`` and, line by line, to the caller.
 
     Raises:
@@ -102,7 +106,7 @@ def training(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[str]]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
     )
     try:
         yield process
@@ -119,7 +123,8 @@ def train(folder: Path, name: str, blocks: Blocks, script: Sequence[str], *extra
     """Train to the end, anew; losses are in ``folder / name``, the output is in ``NAME.log`` beside it."""
     for old in (folder / name, folder / f"{name}-run"):
         shutil.rmtree(old, ignore_errors=True)
-    with training(command(blocks.iterations, folder / name, script, *extra, main=main), folder / f"{name}.log"):
+    arguments = command(blocks.iterations, folder / name, script, *extra, main=main)
+    with training(arguments, folder / f"{name}.log", main.environment):
         pass
 
 

@@ -152,6 +152,7 @@ def start(
     rest_ms: float = 0,
     model: str | Sequence[str] = MODEL,
     mounts: Mapping[str, Path] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
 
@@ -161,6 +162,7 @@ def start(
         fresh: its ranks import Megatron themselves, so the patches of a ``script`` that applies them first come first.
         mounts: what warm ranks and their agents see in the place of some files and folders; only for root.
         model: its flags; as a sequence where one of their values has spaces.
+        environment: variables besides those of this process.
     """
     model = model.split() if isinstance(model, str) else model
     launcher = [str(HERE / "launch.py"), str(ranks)]
@@ -172,20 +174,20 @@ def start(
     logs = ["--tensorboard-dir", str(folder / "tensorboard")]
     if "--train-samples" not in model:
         logs += ["--train-iters", str(iterations)]
-    environment = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
+    variables = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
     if fresh and not torchrun:
-        environment.pop(WARM, None)
+        variables.pop(WARM, None)
     if rest_ms:
-        environment[REST] = str(rest_ms)
+        variables[REST] = str(rest_ms)
     if mounts:
-        environment[MOUNTS] = json.dumps({place: str(shown) for place, shown in mounts.items()})
+        variables[MOUNTS] = json.dumps({place: str(shown) for place, shown in mounts.items()})
     return subprocess.Popen(
         [sys.executable, *launcher, *script, *model, *logs, *flags.replace("{folder}", str(folder)).split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment | {"OMP_NUM_THREADS": "1", "PIPEFILL_CPU_BACKEND": "1"},
+        env=variables | {"OMP_NUM_THREADS": "1", "PIPEFILL_CPU_BACKEND": "1"} | dict(environment or {}),
     )
 
 

@@ -90,7 +90,6 @@ class Post:
             "device": "cpu",
             "device_uuid": None,
             "cpus": [],
-            "emulate": None,
             "store": str(folder / "jobs.db"),
             "submit": [],
             "policy": "priority",

@@ -229,7 +229,6 @@ FLAGS = """
 --fill-settings '{quota: {jobs: 0}}' => quota.jobs is 0: expected greater than or equal to 1
 --fill-settings '{metrics: 0}' => metrics.port is 0: expected greater than or equal to 1
 --fill-settings '{metrics: {port: 1, address: 0.0.0.0}}' => others reach 0.0.0.0; expected a token_file with it
---fill-settings '{emulate: nothing}' => emulate is 'nothing'
 --fill-settings '{guard_us: .inf}' => .inf is not a finite number; expected one
 --fill-settings '{guard_us: .nan}' => .nan is not a finite number; expected one
 --fill-settings '{guard_us: -1}' => guard_us is -1: expected greater than or equal to 0

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from megatron.fill.agent.admission import JobUser
 from megatron.fill.device import Sharing
-from megatron.fill.device.emulated import Emulation
 from megatron.fill.operate.spec import MetricsSpec
 from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
@@ -33,7 +32,6 @@ class AgentSpec(Spec):
         allow: patterns of the jobs that may run (``admission.refusal``); empty for all.
         device_uuid: the GPU's UUID; None on the CPU.
         margin_bytes: device memory that the jobs leave free beyond the training's peak.
-        emulate: emulation of a device that does not preempt, on the CPU; None for no emulation.
         metrics: settings of the node's metrics server, on one rank of each node; None for none.
         quota: most that the jobs of each user may take; None for all.
         policy: scheduling policy, as text for ``parse_policy``.
@@ -53,7 +51,6 @@ class AgentSpec(Spec):
     device: str
     device_uuid: str | None
     cpus: list[int]
-    emulate: Emulation | None
     store: str
     submit: list[NewJob]
     policy: str

@@ -32,6 +32,7 @@ from megatron.fill.worker.spec import SandboxReport, WorkerSpec
 
 logger = logging.getLogger("pipefill.agent")
 
+PROGRAM = "PIPEFILL_WORKER_PROGRAM"  # variable with another module for the process, and arguments before those here
 AHEAD = ("numpy",)  # imported by most tasks, and costs little memory
 # A worker's start-up must not compete with the training either.
 _AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
@@ -156,7 +157,7 @@ class WorkerProcess:
         self.name = name
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         told = (str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir)
-        command = program("megatron.fill.worker.worker", *told)
+        command = program(*os.environ.get(PROGRAM, "megatron.fill.worker.worker").split(), *told)
         try:
             with theirs:
                 self.process = subprocess.Popen(
@@ -250,7 +251,6 @@ def write_spec(
         margin_bytes=agent.margin_bytes + device.overhead_bytes,
         device=device.worker_name,
         cpus=agent.cpus,
-        emulate=agent.emulate,
         # A job could bring its own module with an allowed name, so an allowed module must be installed.
         work=replace(job.work, search=()) if agent.allow else job.work,
         limits=limits,
@@ -278,7 +278,6 @@ def _sandbox(context: AgentContext, job: Job, limits: Limits, directory: Path) -
         memory_files_bytes=limits.memory_bytes or _MEMORY_FILES_BYTES,
         devices=context.device.nodes,
         host_memory_files=agent.mps_pipe is not None,
-        real_time=agent.emulate is not None,
     )
 
 

@@ -37,7 +37,7 @@ from megatron.fill.app.runfolder import (
     store_of,
 )
 from megatron.fill.app.runlock import RunLock, exit_together, hold
-from megatron.fill.app.sandboxing import RunSandbox, check_emulation, check_flags, find_sandbox
+from megatron.fill.app.sandboxing import RunSandbox, check_flags, find_sandbox
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
 from megatron.fill.attached import attached
@@ -102,8 +102,6 @@ class Launch:
             if settings.store is None and os.environ.get(STORE):
                 check_owner(where, run_dir)
             check_flags(settings)
-            if settings.emulate is not None:
-                check_emulation(settings.emulate, pipefill_patches.PATCHES["cpu_backend"].applied)
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
         search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
         if settings.serves:

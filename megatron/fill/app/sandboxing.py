@@ -12,7 +12,6 @@ from megatron.fill.agent.admission import JobUser, find_user
 from megatron.fill.agent.sandbox import find_support, why_no_cuda_for_jobs
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
-from megatron.fill.device.emulated import why_not
 from megatron.fill.errors import ConfigError
 from megatron.fill.sandbox import Bind, Layer, parse_bind
 from megatron.fill.sandbox.view import may_enter
@@ -50,17 +49,6 @@ def check_flags(settings: FillSettings) -> None:
         find_user(settings.user)
     for text in settings.bind:
         parse_bind(text)
-
-
-def check_emulation(how: str, on_cpu: bool) -> None:
-    """Check that a device that does not preempt can be emulated here.
-
-    Raises:
-        ConfigError: it cannot; the message says why.
-    """
-    why = why_not() if on_cpu else "the training is on a GPU, which does not preempt anyway"
-    if why:
-        raise ConfigError(f"the setting emulate is {how}: {why}")
 
 
 def find_sandbox(

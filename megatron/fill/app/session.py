@@ -19,7 +19,6 @@ from megatron.fill.app.sandboxing import RunSandbox
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon, Sharing
-from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.margin import DRIVER_BYTES
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
@@ -162,7 +161,6 @@ class Session:
             left_fd=self._last_word.fd,
             device=self.info.device,
             device_uuid=_uuid(self.info.device),
-            emulate=None if settings.emulate is None else Emulation(settings.emulate),
             cpus=sorted(os.sched_getaffinity(0)) if self.info.device == "cpu" else [],
             store=store,
             submit=jobs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -132,12 +132,6 @@ class SiteSettings(BaseModel):
         "that run at a time, H hours in bubbles in D days (30); the others wait, and say so",
     )
     trace_iterations: Count = _setting(3, "last iterations that trace.json holds")
-    emulate: Literal["completion", "slices", "free-slices"] | None = _setting(
-        None,
-        "on the CPU, for benchmarks: a side task's step cannot be interrupted, as what runs on a GPU cannot; it runs "
-        "to completion, or takes turns of 2 ms with the training, in bubbles too or (free-slices) after them only (it "
-        "takes the right to real-time priorities)",
-    )
 
     @property
     def users_quota(self) -> Quota | None:

@@ -59,7 +59,6 @@ class Sandbox:
         memory_files_bytes: limit for its files in memory (``/tmp``, ``/dev/shm``).
         devices: files in ``/dev`` that it may use in addition to the harmless ones.
         host_memory_files: True to use the machine's ``/dev/shm`` instead of its own, which an MPS client requires.
-        real_time: True if it keeps the right to choose its scheduling class; for the emulated device only.
         without: layers of ``LEFT_OUT`` that are not set up, by name.  With a layer left out, an attack that only this
             layer refuses must succeed, or a test of the layer proves nothing.  No setting of a training sets this.
 
@@ -78,7 +77,6 @@ class Sandbox:
     memory_files_bytes: int = 1 << 30
     devices: tuple[str, ...] = ()
     host_memory_files: bool = False
-    real_time: bool = False
     without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -104,18 +104,18 @@ def give_everything_up(sandbox: Sandbox, names: socket.socket | None = None) -> 
     lacking = [forgo_privileges()]
     bar_powers()
     if sandbox.user is not None and sandbox.group is not None:
-        become(sandbox.user, sandbox.group, keeping=sandbox.real_time)
+        become(sandbox.user, sandbox.group)
     network = sandbox.network or "net" in sandbox.namespaces
     if "landlock" not in sandbox.without:
         lacking += enter_rules(_writable(sandbox), network)
-    lacking.append(give_up_powers(sandbox.real_time))
+    lacking.append(give_up_powers())
     hide_memory(False)  # the change of user has made the process unreadable, also to the job
     if "system calls" not in sandbox.without:
         asked = None if names is None else partial(hand_over, names)
         uncounted = Uncounted.ALL_BUT_SHARED_REFUSED if sandbox.devices else Uncounted.REFUSED
         if "uncounted memory" in sandbox.without:
             uncounted = Uncounted.ALLOWED
-        lacking.append(load_filter(sandbox.real_time, uncounted, asked))
+        lacking.append(load_filter(uncounted, asked))
     if len(os.listdir("/proc/self/task")) > 1:
         lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
     return [reason for reason in lacking if reason]

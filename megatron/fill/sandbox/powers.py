@@ -12,9 +12,8 @@ from pathlib import Path
 from megatron.fill.linux.libc import prctl
 from megatron.fill.sandbox.syscalls import capabilities
 
-_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 8, 24, 38, 47
+_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 24, 38, 47
 _CLEAR_ALL = 4
-_CAP_SYS_NICE = 1 << 23
 _FIRST_TO_DIE = 1000  # the highest oom_score_adj
 _LOCKED_BYTES = 64 << 20
 _LOCKED_COUNTED_BYTES = 64 << 10  # locked pages of a file cannot be reclaimed, and count for no process
@@ -56,16 +55,12 @@ def be_first_to_die() -> list[str]:
     return []
 
 
-def become(uid: int, gid: int, keeping: bool = False) -> None:
+def become(uid: int, gid: int) -> None:
     """Become this user permanently.
-
-    Args:
-        keeping: True to keep the capabilities, which then have to be given up separately.
 
     Raises:
         OSError: the kernel refused it.
     """
-    prctl(_PR_SET_KEEPCAPS, int(keeping))
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -91,15 +86,10 @@ def bar_powers() -> None:
             number += 1
 
 
-def give_up_powers(real_time: bool = False) -> str:
-    """Drop every capability permanently, with no_new_privs set before.  Returns an error message, or ''.
-
-    Args:
-        real_time: True to keep the capability to choose a scheduling class, which started programs lose too.
-    """
-    kept = _CAP_SYS_NICE if real_time else 0
+def give_up_powers() -> str:
+    """Drop every capability permanently, with no_new_privs set before.  Returns an error message, or ''."""
     try:
-        capabilities(struct.pack("6I", kept, kept, 0, 0, 0, 0))  # effective, permitted, inheritable
+        capabilities(struct.pack("6I", 0, 0, 0, 0, 0, 0))  # effective, permitted, inheritable
     except OSError as error:
         return f"root keeps its powers over other processes: {_name(error)}"
     return ""

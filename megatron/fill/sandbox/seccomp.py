@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -24,10 +24,9 @@ _NOT_EQUAL, _EQUAL, _GREATER, _MASKED_EQUAL = 1, 4, 6, 7
 
 # Inspecting other processes and their memory.
 _TRACING = ("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp")
-_CLASS = "sched_setscheduler"
 # Scheduling, process groups and sessions.
 _SCHEDULING = (
-    *(_CLASS, "sched_setparam", "sched_setattr", "sched_setaffinity", "setpriority", "ioprio_set"),
+    *("sched_setscheduler", "sched_setparam", "sched_setattr", "sched_setaffinity", "setpriority", "ioprio_set"),
     *("setsid", "setpgid", "vhangup", "move_pages", "migrate_pages"),
 )
 _FILES = (
@@ -84,7 +83,6 @@ class _Condition(ctypes.Structure):
 
 
 def load_filter(
-    real_time: bool = False,
     uncounted: Uncounted = Uncounted.ALLOWED,
     asked: Callable[[int], None] | None = None,
 ) -> str:
@@ -93,7 +91,6 @@ def load_filter(
     ``no_new_privs`` must have been set.
 
     Args:
-        real_time: True to allow the choice of the scheduling class, as far as capabilities allow it.
         uncounted: the filter's treatment of memory that no watch can count.
         asked: called with a descriptor on which the kernel asks about each file opened for writing (``naming``); None
             to not ask.
@@ -110,7 +107,7 @@ def load_filter(
         return f"no system call is refused: {_LIBRARY} does not start"
     try:
         library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version without it is only slower
-        _add_rules(library, context, (_CLASS,) if real_time else ())
+        _add_rules(library, context)
         if uncounted is not Uncounted.ALLOWED:
             _add_uncounted(library, context, shared=uncounted is Uncounted.REFUSED)
         if asked is not None and _can_ask(library):
@@ -190,11 +187,10 @@ def _add_uncounted(library: Any, context: int, shared: bool) -> None:
         refuse("mmap", (3, _MASKED_EQUAL, _MAP_KIND, _MAP_SHARED_ANONYMOUS))
 
 
-def _add_rules(library: Any, context: int, allowed: Collection[str]) -> None:
+def _add_rules(library: Any, context: int) -> None:
     refuse = partial(_refuse, library, context)
     for name in (*_TRACING, *_SCHEDULING, *_FILES, *_DOORS, *_MACHINE):
-        if name not in allowed:
-            refuse(name)
+        refuse(name)
     refuse("prlimit64", (0, _NOT_EQUAL, 0, 0))  # limits of another process
     refuse("prctl", (0, _EQUAL, _SCHED_CORE, 0))  # core scheduling
     refuse(_SET_SELF_ATTR)

@@ -231,11 +231,7 @@ class StepLoop:
             first_ns = first_ns or start_ns
             spent_ns += end_ns - start_ns
             steps += 1
-            now_ns = clock()
-            if device.breather_ns and is_open and now_ns > bubble.deadline_ns:
-                self.gate.wait_change(bubble.seq, device.breather_ns)
-                is_open, now_ns = self.gate.is_open(bubble.seq), clock()
-            if not (is_open and self._fits(bubble, now_ns) and self._may_run(bubble)) or self.stopping():
+            if not (is_open and self._fits(bubble, clock()) and self._may_run(bubble)) or self.stopping():
                 break
             if machine.task.idle:
                 break

@@ -51,8 +51,6 @@ class StepDevice:
         launch: called before every step, and when the device is taken.
         settle: waits until the device has done all work that was launched; a step ends then.
         land: undoes ``launch``; called after every step, once the time of its end is known.
-        breather_ns: wait after each step beyond the deadline, so that a training that needs the device for several
-            short periods can notice that its own wait is over.
         preemptive: the training takes the device back at the end of a bubble, so the duration of a step or pause that
             the end interrupts is not a measurement.
     """
@@ -60,7 +58,6 @@ class StepDevice:
     launch: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
     land: Callable[[], None] = _nothing
-    breather_ns: int = 0
     preemptive: bool = False
 
 

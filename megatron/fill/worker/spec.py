@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.profiles import is_amount
@@ -35,7 +34,6 @@ class WorkerSpec(Spec):
         profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
         checkpoint_s: time in seconds between two checkpoints of a resumable task.
         env: the job's own variables and ``PIPEFILL_*``; set once the job is in its sandbox.
-        emulate: emulation of a device that does not preempt, on the CPU; None for no emulation.
         margin_bytes: device memory that must stay free; plans use it if ``limits`` has no memory cap.
     """
 
@@ -55,7 +53,6 @@ class WorkerSpec(Spec):
     margin_bytes: int = 0
     device: str = "cpu"
     cpus: list[int] = field(default_factory=list)
-    emulate: Emulation | None = None
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing = Sharing.TIMESLICE
     env: dict[str, str] = field(default_factory=dict)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.fill.device.emulated import BREATHER_NS, Launches
 from megatron.fill.device.port import Limits, mib
 from megatron.fill.errors import FillError, PlanError, StaleProfile
 from megatron.fill.pages.board import CycleBoardReader
@@ -53,7 +52,6 @@ class TaskRun:
     Args:
         board: page with the rank's bubble cycle.
         asked_to_stop: returns True once the worker was asked to stop; called between steps.
-        launches: launches of the emulated device; None on any other.
     """
 
     def __init__(
@@ -62,11 +60,11 @@ class TaskRun:
         pages: StepPages,
         board: CycleBoardReader,
         asked_to_stop: Callable[[], bool],
-        launches: Launches | None = None,
+        device: StepDevice,
     ) -> None:
         self.spec, self.pages, self.board, self.log = spec, pages, board, pages.log
         self.directory = Path(spec.directory)
-        self._asked_to_stop, self._launches = asked_to_stop, launches
+        self._asked_to_stop, self._device = asked_to_stop, device
         self._crowded = False  # the task could not give back memory that the training needs
         self._measures = False  # the job had no profile
 
@@ -178,22 +176,11 @@ class TaskRun:
 
     def _new_loop(self, machine: TaskMachine) -> StepLoop:
         """Return the loop for this device, with a pacer if the device does not preempt steps."""
-        device = self._device()
-        if device.preemptive:
-            return StepLoop(machine, self.pages, self._stopping, device)
-        pacer = Pacer(self.pages, self._stopping, device)
+        if self._device.preemptive:
+            return StepLoop(machine, self.pages, self._stopping, self._device)
+        pacer = Pacer(self.pages, self._stopping, self._device)
         machine.task.context.aside = pacer.aside
-        return StepLoop(machine, self.pages, self._stopping, device, pacer)
-
-    def _device(self) -> StepDevice:
-        launches = self._launches
-        if launches is not None:
-            return StepDevice(launches.launch, land=launches.land, breather_ns=BREATHER_NS)
-        if self.spec.device.startswith("cuda"):
-            from megatron.fill.device import cuda
-
-            return StepDevice(settle=partial(cuda.settle, self.spec.device))
-        return StepDevice(preemptive=self.spec.device == "cpu")
+        return StepLoop(machine, self.pages, self._stopping, self._device, pacer)
 
     def _new_plans(self, machine: TaskMachine, loop: StepLoop, profiles: list[dict[str, Any]] | None) -> NodeRun | None:
         if not isinstance(machine.task, NodeTask):

@@ -14,9 +14,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from megatron.fill.device.emulated import Launches
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
 from megatron.fill.pages.baton import Baton, TailGate
@@ -24,8 +25,9 @@ from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, map_log
+from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.worker.command import CommandRun
-from megatron.fill.worker.pacing import StepPages
+from megatron.fill.worker.pacing import StepDevice, StepPages
 from megatron.fill.worker.sandboxed import apply_environment, end_as, start_sandboxed
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 from megatron.fill.worker.taskrun import TaskRun
@@ -49,7 +51,6 @@ class Worker:
         self.log = StepLog(map_log(log_fd))
         for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, log_fd):
             os.close(fd)  # they stay mapped
-        self._launches: Launches | None = None
         self._stop = False
         signal.signal(signal.SIGTERM, self._on_term)
 
@@ -58,22 +59,28 @@ class Worker:
         if self.spec.work.command is not None:
             self._run_command().leave(self.log)
             return 0
-        if self.spec.emulate is not None:
-            self._launches = Launches(self.spec.emulate)
         held = start_sandboxed(self.spec, self.channel, self._inside)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the task handles it
-        if self._launches is not None and self._launches.turns is not None:
-            self._launches.turns.serve(
-                held.pid, self.spec.cpus, lambda: held.poll() is not None, lambda: not self.gate.shut
-            )
+        return self.wait(held)
+
+    def wait(self, held: SandboxedProcess) -> int:
+        """Wait for the end of the task's process; return its exit code."""
         return held.wait()
+
+    def device(self) -> StepDevice:
+        """The device as the task's steps use it."""
+        if self.spec.device.startswith("cuda"):
+            from megatron.fill.device import cuda
+
+            return StepDevice(settle=partial(cuda.settle, self.spec.device))
+        return StepDevice(preemptive=self.spec.device == "cpu")
 
     def _inside(self) -> None:
         """Run the task; called in its own process, once it may begin."""
         apply_environment(self.spec.env)
         baton = None if self.spec.tail else self.baton
         pages = StepPages(self.view, self.log, baton, self.control)
-        TaskRun(self.spec, pages, self.board, self.stopping, self._launches).run().leave(self.log)
+        TaskRun(self.spec, pages, self.board, self.stopping, self.device()).run().leave(self.log)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # threads that a task left behind must not keep the process
@@ -95,8 +102,15 @@ class Worker:
         ).run()
 
 
-def main(parent: str, channel_fd: str, ahead: str, _run_dir: str) -> None:
-    """Run the worker's first process; ``WorkerProcess`` gives the arguments."""
+def main(*given: str) -> None:
+    """Run the worker's first process; ``WorkerProcess`` gives the arguments of ``run``."""
+    run(Worker, *given)
+
+
+def run(
+    kind: Callable[[WorkerSpec, int, socket.socket], Worker], parent: str, channel_fd: str, ahead: str, _run_dir: str
+) -> None:
+    """Run the first process of a worker of this kind."""
     host.die_with_parent(int(parent))
     host.adopt_orphans()
     # So that the agent's signal to look at the shared pages interrupts a sleep.
@@ -112,6 +126,6 @@ def main(parent: str, channel_fd: str, ahead: str, _run_dir: str) -> None:
     spec = WorkerSpec.from_json(Path(os.fsdecode(path)).read_text(encoding="utf-8"))
     os.environ.clear()
     os.environ.update(spec.environment)
-    code = Worker(spec, fds[0], channel).hold()
+    code = kind(spec, fds[0], channel).hold()
     end_descendants()  # without a process namespace, processes of the job may have become children of this one
     end_as(code)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.status import Cause
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome, WorkerSpec
+from scripts.benchmarks.emulated import Emulation, emulation, why_not
 from tests.support.posts import Post, post
 from tests.support.waiting import until
 
@@ -48,6 +50,18 @@ class Look(SideTask):
         pass
 
     def run_next_step(self):
+        raise StopIteration
+"""
+
+STEP = """
+import os
+
+from megatron.fill import SideTask
+
+
+class Step(SideTask):
+    def run_next_step(self):
+        self.context.result["class"] = os.sched_getscheduler(0)
         raise StopIteration
 """
 
@@ -93,6 +107,23 @@ def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
     expected = {"numpy": bool(ahead), "home": "/of/its/own", "word": "of the device", "cwd": str(tmp_path)}
     assert (outcome.cause, outcome.result) == (Cause.FINISHED, expected), outcome.detail
     assert not worker.alive
+
+
+@pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")
+def test_a_training_of_the_benchmarks_has_a_program_of_its_own_for_it(tmp_path, monkeypatch):
+    for name, value in emulation(Emulation.SLICES).items():
+        monkeypatch.setenv(name, value)
+    pages = Pages()
+    worker = pages.worker(tmp_path)
+    (tmp_path / "steps.py").write_text(STEP)
+    worker.give(pages.spec(tmp_path, Work("steps:Step", search=(str(tmp_path),))), pages.log_fd)
+    assert worker.sandbox_report(WITHIN_S) is not None
+    worker.let_go()
+    pages.gate.open_alone(time.monotonic_ns() + 10**12)
+    said, _ = worker.process.communicate(timeout=WITHIN_S)
+    outcome = Outcome.left(pages.log)
+    assert outcome is not None, said
+    assert (outcome.cause, outcome.result) == (Cause.FINISHED, {"class": os.SCHED_FIFO}), outcome.detail
 
 
 def test_without_a_job_it_ends_when_it_is_told_or_its_agent_has_gone(tmp_path):

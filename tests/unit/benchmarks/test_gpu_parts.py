@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.fill.report import compose
 from scripts.benchmarks import bench_gpu, gpu_parts
 from scripts.benchmarks.day_figures import figures
+from scripts.benchmarks.emulated import Emulation, emulation
 from scripts.benchmarks.gpu_figures import not_settled, of_run
 from scripts.benchmarks.harness import Results
 from scripts.benchmarks.trainings import Blocks
@@ -87,11 +90,17 @@ def test_a_rehearsal_without_emulation_says_so(tmp_path, monkeypatch, capsys, la
     )
     monkeypatch.setattr(gpu_parts, "why_not", lambda: lacking)
     monkeypatch.setattr(gpu_parts, "of_run", lambda run, blocks: {"steps": 3})
-    trained: list[str] = []
-    monkeypatch.setattr(gpu_parts.Bench, "trained", lambda bench, name, iterations, *flags: trained.extend(flags))
+    environments: list[dict[str, str]] = []
+
+    def beside(*given: Any) -> AbstractContextManager[list[str]]:
+        environments.append(given[-1])
+        return nullcontext([])
+
+    monkeypatch.setattr(gpu_parts.Bench, "flags", lambda bench, iterations: [])
+    monkeypatch.setattr(gpu_parts, "beside_ghosts", beside)
     told = figures("filled", {"summary": {"filled": {"x": gpu_parts.filled(bench)}}})
-    assert ('{"emulate": "completion"}' in trained) == (not lacking)
-    said = "the rehearsal is without emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
+    assert environments == [{} if lacking else emulation(Emulation.COMPLETION)]
+    said = "the rehearsal is without emulation, so jobs set themselves up in the warm-up, unlike on a GPU"
     assert capsys.readouterr().out == (f"bench_gpu: {said}: {lacking}\n" if lacking else "")
     assert told == ["filled: steps 3"] + ([f"filled: {said}: {lacking}"] if lacking else [])
     assert json.loads((tmp_path / "variant/filled.yaml").read_text(encoding="utf-8"))["jobs"][0]["name"] == "bert"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.rank.relay import RelaySpec
 from megatron.fill.rank.rule import FillRule
@@ -29,13 +28,12 @@ def test_values_in_values_enums_and_tuples():
         Work("m:C", args={"a": 1}, array=(1, 2), after=("b",)),
         cycle={"period_ns": 7, "slots": []},
         profiles=[{"nodes": []}],
-        emulate=Emulation.SLICES,
         limits=Limits(memory_bytes=1 << 30),
         sharing=Sharing.MPS,
     )
     assert WorkerSpec.from_json(worker.to_json()) == worker
     found = WorkerSpec.from_json(worker.to_json())
-    assert (type(found.emulate), type(found.sharing), type(found.sandbox.binds[0])) == (Emulation, Sharing, Bind)
+    assert (type(found.sharing), type(found.sandbox.binds[0])) == (Sharing, Bind)
     relay = RelaySpec(RankSpec(RankInfo(0, 2, 0, 2, 0, 1, 0, 2), "rank0", FillRule(warmup=3)), 1, 2, gate_fd=3)
     assert RelaySpec.from_json(relay.to_json()) == relay
 

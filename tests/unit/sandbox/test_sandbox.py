@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app.runfolder import make_run_folder
-from megatron.fill.device.emulated import why_not
 from megatron.fill.device.port import DeviceError, Limits
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.oom import OomLog
@@ -283,27 +282,6 @@ print(json.dumps({
     assert found["starts"] == 1
     assert found["limits"] == [[512 * MIB] * 2, [128] * 2, [0, 0], [0, 0], [0, 0]]
     assert found["oom"] == 1000
-
-
-@pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")
-def test_the_emulated_device_may_take_the_core_and_what_it_starts_may_not(inside):
-    found = inside.run(
-        """
-take = (0, os.SCHED_FIFO, os.sched_param(1))
-again = "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
-status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
-print(json.dumps({
-    "taken": attempt(os.sched_setscheduler, *take),
-    "given back": attempt(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)),
-    "starts": subprocess.run([sys.executable, "-c", again], stderr=-3).returncode,
-    "powers": [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")], "root": attempt(os.setuid, 0),
-}))""",
-        real_time=True,
-    )
-    none, nice = f"{0:016x}", f"{1 << 23:016x}"
-    assert found["powers"] == [none, nice, nice, none]
-    assert (found["taken"], found["given back"], found["root"]) == ("done", "done", "PermissionError")
-    assert found["starts"] == 1
 
 
 def test_an_allocation_over_the_cap_fails(inside):

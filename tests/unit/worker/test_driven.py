@@ -17,6 +17,7 @@ from megatron.fill.sidetask import ImperativeTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.work import Work
 from megatron.fill.worker.driven import Driven
+from megatron.fill.worker.pacing import StepDevice
 from megatron.fill.worker.taskrun import TaskRun
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
 
@@ -219,7 +220,7 @@ def test_its_limits_are_entered_in_its_own_process_before_and_after_init(tmp_pat
 def test_on_a_cpu_a_worker_enters_no_limits_of_a_gpu(tmp_path):
     work, limits = Work("tests.unit.worker.test_driven:Counts"), Limits(1 << 30)
     spec = worker_spec(tmp_path, work, limits=limits)
-    run = TaskRun(spec, *shared_pages(FakeGate()), lambda: False)
+    run = TaskRun(spec, *shared_pages(FakeGate()), lambda: False, StepDevice(preemptive=True))
     machine = run.new_machine(TaskContext("job", tmp_path))
     machine.create({"turns": 1})
     machine.init()  # with a GPU's limits, PyTorch would look for a driver here

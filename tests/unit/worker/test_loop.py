@@ -132,15 +132,6 @@ def test_where_overruns_may_cost_something_steps_go_on_beyond_the_deadline():
     assert (bench.uses[2].steps, bench.uses[2].overrun_ns) == (20, 0)
 
 
-def test_beyond_the_deadline_the_main_job_may_get_a_moment_between_two_steps():
-    bench = Bench(*[2.0] * 40, device=StepDevice(breather_ns=MS))
-    bench.bubble(9)
-    ends_ns = tuple(bench.clock.now + n * 10 * MS for n in range(1, 9))
-    bench.bubble(8, lasts_ms=13.5, ends_ns=ends_ns, overrun_ns=2 * MS)
-    # Five steps up to 10 ms, one from 11 to 13 ms, and in the moment after it the bubble ends.
-    assert (bench.uses[1].steps, bench.uses[1].overrun_ns) == (6, 0)
-
-
 def test_where_most_bubbles_end_soon_the_first_step_waits_until_they_have():
     bench = Bench(*[2.0] * 40)
     bench.bubble(9)

@@ -12,7 +12,7 @@ from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.status import Cause, Then
 from megatron.fill.work import Work
 from megatron.fill.worker import checkpoint
-from megatron.fill.worker.pacing import Stopped
+from megatron.fill.worker.pacing import StepDevice, Stopped
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 from megatron.fill.worker.taskrun import TaskRun
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
@@ -22,7 +22,7 @@ class Bench(TaskRun):
     """A task that does nothing but what is said."""
 
     def __init__(self, directory: Path, measures: bool, work: float) -> None:
-        super().__init__(spec_of(directory), *shared_pages(FakeGate()), lambda: True)
+        super().__init__(spec_of(directory), *shared_pages(FakeGate()), lambda: True, StepDevice(preemptive=True))
         self.now_measures, self.work = measures, work
 
     def serve(self, machine: TaskMachine, profiles: Any) -> bool:
@@ -61,7 +61,7 @@ def test_a_job_that_is_stopped_while_it_waits_to_change_over_is_saved(tmp_path, 
         raise Stopped
 
     monkeypatch.setattr("megatron.fill.worker.taskrun.StepLoop.run", stopped)
-    run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: False)
+    run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: False, StepDevice(preemptive=True))
     assert not run.serve(TaskMachine(Counting(), TaskContext("job", tmp_path)), None)
     saved = checkpoint.load(tmp_path)
     assert saved is not None

@@ -1,11 +1,12 @@
-"""A device without preemption, emulated on a CPU core, for benchmarks and tests.
+"""A device without preemption, emulated on a CPU core: the worker's program in a training of the benchmarks.
 
 The kernel takes the core from a worker at idle priority at any instant, so on a CPU a step that is caught by the end of
 its bubble delays no rank.  A GPU does not preempt: launched kernels run to their end.  Here a worker has the lowest
 real-time priority while a step is in flight, so that the training cannot interrupt it, and idle priority between steps.
-Its sandbox must allow that (``Sandbox.real_time``) and trust the worker, which could keep the core permanently.
+A training takes this program for its workers by the variables of ``emulation``.  The sandbox leaves the job the right
+to its scheduling class, and has no filter of system calls: the job, which could keep the core permanently, is trusted.
 
-Limitation: a step takes a whole core, so work that a GPU does at the same time is not emulated.
+Limitations: a step takes a whole core, so work that a GPU does at the same time is not emulated; commands run as ever.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
+import struct
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 
+from megatron.fill.agent.workers import PROGRAM
 from megatron.fill.linux import futex, memfd
+from megatron.fill.linux.libc import prctl
+from megatron.fill.pages.gate import SharedGateReader
+from megatron.fill.sandbox import enter, powers
+from megatron.fill.sandbox.process import SandboxedProcess
+from megatron.fill.sandbox.syscalls import capabilities
+from megatron.fill.worker import worker
+from megatron.fill.worker.pacing import StepDevice
+from megatron.fill.worker.spec import WorkerSpec
 
 SLICE_NS = 2_000_000  # length of a turn
 # Pause after each step beyond the deadline: several threads of the training need this core, the emulated device, one
@@ -27,6 +42,7 @@ BREATHER_NS = 200_000
 _PAGE_BYTES = 4096
 _STEP, _ABOVE_STEPS, _IDLE = os.sched_param(1), os.sched_param(2), os.sched_param(0)
 _LOOK_NS = 100_000_000
+_PR_SET_KEEPCAPS, _CAP_SYS_NICE = 8, 1 << 23
 
 
 class Emulation(StrEnum):
@@ -143,6 +159,63 @@ class Turns:
     def _signal(pid: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+class EmulatedWorker(worker.Worker):
+    """Runs one task on the emulated device, or a command as ever."""
+
+    def __init__(self, how: Emulation, spec: WorkerSpec, log_fd: int, channel: socket.socket) -> None:
+        if spec.device != "cpu":
+            sys.exit(f"the device is {spec.device}: only a CPU can be one that does not preempt")
+        keep_the_class()
+        super().__init__(replace(spec, sandbox=replace(spec.sandbox, without=("system calls",))), log_fd, channel)
+        self._launches = Launches(how)
+
+    def device(self) -> StepDevice:
+        return StepDevice(self._launches.launch, land=self._land)
+
+    def wait(self, held: SandboxedProcess) -> int:
+        turns = self._launches.turns
+        if turns is not None:
+            turns.serve(held.pid, self.spec.cpus, lambda: held.poll() is not None, lambda: not self.gate.shut)
+        return held.wait()
+
+    def _land(self) -> None:
+        self._launches.land()
+        breathe(self.gate)
+
+
+def breathe(gate: SharedGateReader) -> None:
+    """Beyond the deadline, leave the core to the training for a moment, which ends with the bubble."""
+    bubble = gate.current()
+    if bubble is not None and time.monotonic_ns() > bubble.deadline_ns:
+        gate.wait_change(bubble.seq, BREATHER_NS)
+
+
+def keep_the_class() -> None:
+    """Have the sandboxes of this process leave their jobs the right to choose a scheduling class, but no program."""
+
+    def become(uid: int, gid: int) -> None:
+        prctl(_PR_SET_KEEPCAPS, 1)
+        powers.become(uid, gid)
+
+    def give_up_powers() -> str:
+        capabilities(struct.pack("6I", _CAP_SYS_NICE, _CAP_SYS_NICE, 0, 0, 0, 0))  # effective, permitted, inheritable
+        return ""
+
+    for step in (become, give_up_powers):
+        getattr(enter, step.__name__)  # AttributeError: it was renamed
+        setattr(enter, step.__name__, step)
+
+
+def emulation(how: Emulation) -> dict[str, str]:
+    """The variables of a training whose jobs are to use the emulated device."""
+    return {PROGRAM: f"scripts.benchmarks.emulated {how}"}
+
+
+def main(how: str, *given: str) -> None:
+    """Run the worker's first process."""
+    worker.run(partial(EmulatedWorker, Emulation(how)), *given)
 
 
 def why_not() -> str:

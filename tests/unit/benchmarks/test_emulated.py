@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.app.sandboxing import check_emulation
-from megatron.fill.device.emulated import Emulation, Launches, Turns, why_not
-from megatron.fill.errors import ConfigError
 from megatron.fill.pages.gate import OpenBubble, SharedGate, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.work import Work
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import StepDevice, StepPages
+from scripts.benchmarks.emulated import BREATHER_NS, EmulatedWorker, Emulation, Launches, Turns, breathe, why_not
+from tests.support.fakes import worker_spec
 from tests.support.waiting import until
 
 needs_real_time = pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")
@@ -140,9 +140,39 @@ def test_every_step_is_launched_and_lands_however_it_ends(error):
     assert said == ["launch", "step", "land"]
 
 
-def test_it_is_refused_where_it_cannot_be(monkeypatch):
-    with pytest.raises(ConfigError, match="the setting emulate is slices: the training is on a GPU"):
-        check_emulation("slices", on_cpu=False)
-    monkeypatch.setattr("megatron.fill.app.sandboxing.why_not", lambda: "real-time priorities are refused here")
-    with pytest.raises(ConfigError, match="the setting emulate is completion: real-time priorities are refused"):
-        check_emulation("completion", on_cpu=True)
+@needs_real_time
+def test_a_job_may_take_the_core_and_what_it_starts_may_not(inside):
+    found = inside.run(
+        """
+take = (0, os.SCHED_FIFO, os.sched_param(1))
+again = "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+print(json.dumps({
+    "taken": attempt(os.sched_setscheduler, *take),
+    "given back": attempt(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)),
+    "starts": subprocess.run([sys.executable, "-c", again], stderr=-3).returncode,
+    "powers": [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")], "root": attempt(os.setuid, 0),
+}))""",
+        become="from scripts.benchmarks.emulated import keep_the_class; keep_the_class()",
+        without=("system calls",),
+    )
+    none, nice = f"{0:016x}", f"{1 << 23:016x}"
+    assert found["powers"] == [none, nice, nice, none]
+    assert (found["taken"], found["given back"], found["root"]) == ("done", "done", "PermissionError")
+    assert found["starts"] == 1
+
+
+@pytest.mark.parametrize(("deadline_ns", "waited"), [(0, [(7, BREATHER_NS)]), (1 << 62, [])])
+def test_beyond_the_deadline_the_main_job_gets_a_moment_after_each_step(deadline_ns, waited):
+    said: list[tuple[int, int]] = []
+    bubble = OpenBubble(7, 0, deadline_ns, 1 << 40)
+    gate: Any = SimpleNamespace(current=lambda: bubble, wait_change=lambda *given: said.append(given))
+    breathe(gate)
+    gate.current = lambda: None
+    breathe(gate)
+    assert said == waited
+
+
+def test_only_a_cpu_is_emulated(tmp_path):
+    with pytest.raises(SystemExit, match="the device is cuda:0"):
+        EmulatedWorker(Emulation.SLICES, worker_spec(tmp_path, Work("m:C"), device="cuda:0"), 0, None)  # type: ignore[arg-type]
