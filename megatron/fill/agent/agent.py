@@ -23,6 +23,7 @@ from typing import Any
 from megatron.fill.agent.claims import Claims, not_yet_submitted, note_submitted
 from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ending import Judge
+from megatron.fill.agent.jobmapping import open_mapping
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.metrics import MetricsServer
@@ -34,6 +35,7 @@ from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device import MpsDaemon, open_device
 from megatron.fill.device.meter import fingerprint
+from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
@@ -103,6 +105,7 @@ class Agent:
             ranking=ranking,
             ledger=AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word),
             judge=Judge(),
+            mapping=open_mapping(spec.dcgm_job_mapping, spec.device_uuid, lambda: shared_nvml().gpus()),
         )
 
     def _claims(self, spec: AgentSpec, name: str, dead: list[int]) -> Claims:
@@ -221,6 +224,8 @@ class Agent:
         shows = [self.context.ledger.write, self._show_reasons, self._show_figures]
         if self._metrics is not None:
             shows.append(self._metrics.keep)
+        if self.context.mapping is not None:
+            shows.append(self.context.mapping.keep)
         while not self.context.over:
             self.resident.rest(_SHOW_S)
             for show in shows:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.fill.agent.claims import Claims
 from megatron.fill.agent.ending import Judge
+from megatron.fill.agent.jobmapping import JobMapping
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.ranking import Ranking
@@ -34,6 +35,7 @@ class AgentContext:
         device: the rank's device.
         memory: the memory of that device.
         control_fd: read-only descriptor of the control page, for workers.
+        mapping: shows dcgm-exporter which jobs run here; None if nobody asked for that.
         orphaned: set once the rank has died.
     """
 
@@ -51,6 +53,7 @@ class AgentContext:
     ranking: Ranking
     ledger: AttemptLedger
     judge: Judge
+    mapping: JobMapping | None = None
     orphaned: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -18,7 +18,7 @@ from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ending import End, How, NotStarted, starting
 from megatron.fill.agent.energy import EnergyShare
 from megatron.fill.agent.enforcer import Enforcer, Overtime
-from megatron.fill.agent.folder import BoundedOutput, job_folder, occupied
+from megatron.fill.agent.folder import BoundedOutput, folder_name, job_folder, occupied
 from megatron.fill.agent.ledger import Record
 from megatron.fill.agent.memory import MemoryShare
 from megatron.fill.agent.ranking import Resident
@@ -189,6 +189,8 @@ class JobRun:
         context, job = self.context, self.job
         context.claims.hold(self.held)  # on a busy machine a start may take longer than a lease
         always.callback(context.claims.let_go, self.held)
+        if context.mapping is not None:
+            always.enter_context(context.mapping.shown(folder_name(job)))
         process = always.enter_context(self.pool.worker(job))
         limiter = context.device.limiter(limits, process.name)
         always.callback(limiter.close)

@@ -34,6 +34,7 @@ class AgentSpec(Spec):
         margin_bytes: device memory that the jobs leave free beyond the training's peak.
         metrics: settings of the node's metrics server, on one rank of each node; None for none.
         quota: most that the jobs of each user may take; None for all.
+        dcgm_job_mapping: folder in which dcgm-exporter looks for the jobs of each GPU; None for none.
         policy: scheduling policy, as text for ``parse_policy``.
         lease_s: time in seconds after which a silent agent's jobs go back to the queue.
         checkpoint_s: time in seconds between two checkpoints of a resumable job.
@@ -72,3 +73,4 @@ class AgentSpec(Spec):
     sm_percentage: int
     metrics: MetricsSpec | None = None
     quota: Quota | None = None
+    dcgm_job_mapping: str | None = None

@@ -49,6 +49,9 @@ def check_flags(settings: FillSettings) -> None:
         find_user(settings.user)
     for text in settings.bind:
         parse_bind(text)
+    mapping = settings.dcgm_job_mapping
+    if mapping is not None and not os.access(mapping, os.W_OK | os.X_OK):
+        raise ConfigError(f"--fill-settings, dcgm_job_mapping: {mapping}: expected a folder that can be written")
 
 
 def find_sandbox(

@@ -183,6 +183,7 @@ class Session:
             sm_percentage=settings.sm_percentage,
             metrics=self._metrics_spec(store),
             quota=settings.users_quota,
+            dcgm_job_mapping=settings.dcgm_job_mapping,
         )
         agents = self.run_dir / AGENTS
         spec_path = agents / f"spec{self.info.rank}.json"

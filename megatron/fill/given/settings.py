@@ -126,6 +126,11 @@ class SiteSettings(BaseModel):
         "a port: each node then answers GET /metrics there, for Prometheus, on 127.0.0.1 only; or {port: P, address: "
         "0.0.0.0, token_file: FILE}, which answers to requests with the bearer token in that file (docs/operate.md)",
     )
+    dcgm_job_mapping: Annotated[str, matching(r"/.*", "the absolute path of a folder")] | None = _setting(
+        None,
+        "the folder that dcgm-exporter reads with --hpc-job-mapping-dir: while a job runs on a GPU, its name is in the "
+        "GPU's file there, so that power and activity are labelled by job (docs/operate.md)",
+    )
     quota: UsersQuota | None = _setting(
         None,
         "{jobs: N, device_hours: H, days: D}: the most that the jobs of each user may take of the store's trainings: N "

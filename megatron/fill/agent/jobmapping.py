@@ -1,0 +1,107 @@
+"""The files from which dcgm-exporter labels a GPU's metrics by job (``--hpc-job-mapping-dir``).
+
+A file is named after a GPU's index and has the jobs on it, one a line.  Others may write there too, such as a batch
+system's prolog: their lines stay.  A file without a line hides its GPU from the exporter's older versions, and a line
+that is there twice has them answer with an error, so neither is ever left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megatron.fill.device.nvml import Gpu
+from megatron.fill.linux.files import replacing
+
+logger = logging.getLogger("pipefill.agent")
+
+_OURS = "pipefill-"  # how our lines begin
+
+
+class JobMapping:
+    """The lines of one agent's jobs in the file of its GPU; for any thread.
+
+    Lines of ours that an earlier agent left, because it was killed, are removed at once.  An agent that shares the GPU
+    puts its own back with ``keep``.
+
+    Args:
+        path: the GPU's file, in a folder that exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._jobs: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._failed = False
+        self._update(lambda line: line.startswith(_OURS))
+
+    @contextlib.contextmanager
+    def shown(self, job: str) -> Iterator[None]:
+        """Have the job's line in the file meanwhile."""
+        line = _OURS + job
+        with self._lock:
+            self._jobs[line] += 1
+        self.keep()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._jobs -= Counter([line])
+            self._update(lambda other: other == line)
+
+    def keep(self) -> None:
+        """Put our lines back where they are missing."""
+        self._update(lambda _: False)
+
+    def _update(self, goes: Callable[[str], bool]) -> None:
+        """Write the file without the lines that go, and with those of our jobs; remove it if none is left."""
+        try:
+            with self._lock, _locked(self._path.parent):
+                text = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+                lines = [line.strip() for line in text.splitlines() if line.strip() and not goes(line.strip())]
+                new = "".join(f"{line}\n" for line in dict.fromkeys([*lines, *self._jobs]))
+                if new and new != text:
+                    with replacing(self._path) as temporary:
+                        temporary.write_text(new, encoding="utf-8")
+                        temporary.chmod(0o644)  # the exporter is another user's
+                elif not new:
+                    self._path.unlink(missing_ok=True)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:  # once, not every few seconds
+                logger.warning("%s does not show which jobs run on this GPU: %s", self._path, error)
+            self._failed = True
+
+
+def open_mapping(directory: str | None, uuid: str | None, gpus: Callable[[], Sequence[Gpu]]) -> JobMapping | None:
+    """Return the mapping of a GPU; None if nobody asks for one, and on a CPU or a MIG slice, which has no such index.
+
+    Args:
+        directory: the folder that dcgm-exporter reads.
+        uuid: the GPU's UUID; None for a CPU.
+        gpus: returns all GPUs.
+    """
+    if directory is None or uuid is None:
+        return None
+    index = next((gpu.index for gpu in gpus() if gpu.uuid == uuid), None)
+    if index is None:
+        logger.warning("%s does not show which jobs run on %s, which has no index", directory, uuid)
+        return None
+    return JobMapping(Path(directory) / str(index))
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep the agents of this node from changing the files at the same time."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
