@@ -110,13 +110,13 @@ smoke() {
     local model=(--model "$smaller" --waits "$waits")
     bench profile 115 --parts profile --model "$smaller" --waits "$waits"
     bench bubbles 80 --parts bubbles "${model[@]}"
-    bench filled 110 --parts filled "${model[@]}" "${few[@]}"
-    bench filled-mps 110 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
+    bench filled 115 --parts filled "${model[@]}" "${few[@]}"
+    bench filled-mps 115 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
 }
 
 figures1() {
     local model=(--model "$larger" --waits "$waits")
-    bench profile 115 --parts profile --model "$larger" --waits "$waits"
+    bench profile 108 --parts profile --model "$larger" --waits "$waits"
     bench filled 125 --parts filled "${model[@]}" "${some[@]}"
     bench filled-mps 125 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
     bench no-gate 111 --parts no-gate "${model[@]}" "${few[@]}"
@@ -126,7 +126,7 @@ figures1() {
 figures2() {
     bench profile 115 --parts profile --model "$smaller" --waits "$waits"
     bench filled-interleaved 155 --parts filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
-    bench identity 170 --parts identity --model "$smaller" --waits "$waits"
+    bench identity 180 --parts identity --model "$smaller" --waits "$waits"
 }
 
 stages() {

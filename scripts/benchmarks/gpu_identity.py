@@ -138,7 +138,10 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sharing", choices=("mps", "timeslice"), default="timeslice")
     parser.add_argument("--iterations", type=int, default=40, help="at least (default: 40)")
     parser.add_argument(
-        "--most-seconds", type=float, default=120.0, help="from the first iteration, for all jobs to run a step (default: 120)"
+        "--most-seconds",
+        type=float,
+        default=120.0,
+        help="from the first iteration, for all jobs to run a step (default: 120)",
     )
     options = parser.parse_args(given)
     if not 5 <= options.iterations <= 10_000:

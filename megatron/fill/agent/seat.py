@@ -56,9 +56,13 @@ class Seat:
 
     @property
     def resident(self) -> Resident | None:
-        """The present job and its folder while its worker runs, otherwise None."""
+        """The present job and its folder from its first step until its worker ends, otherwise None.
+
+        What it leaves to a tail job is unknown before, and a tail job that is set up at the same time delays it.  Jobs
+        that are claimed later also go to ranks that have none yet.
+        """
         run = self._run
-        return None if run is None else run.resident
+        return run.resident if run is not None and run.stepped else None
 
     @property
     def stepped(self) -> bool | None:

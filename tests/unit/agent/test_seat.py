@@ -32,6 +32,7 @@ from megatron.fill.records import read_agent
 from megatron.fill.types import JobState
 from tests.support.memory_store import MemoryStore
 from tests.support.posts import Post, post
+from tests.support.waiting import until
 
 LONG = {"task": None, "command": ["sleep", "600"]}
 SHORT = {"task": None, "command": ["true"]}
@@ -107,6 +108,26 @@ def test_an_empty_tail_seat_looks_again_once_the_job_beside_it_serves(bench):
         change()
         resting.join(60)
         assert not resting.is_alive()
+
+
+def test_a_job_has_a_tail_beside_it_only_once_it_has_done_a_step(bench):
+    bench.submit(**LONG)
+    seat = bench.seat()
+    serving = threading.Thread(target=seat.serve)
+    serving.start()
+    until(lambda: bench.pool.working)
+    assert seat.resident is None
+
+    def stepped() -> bool:
+        bench.gate.open(1 << 62, 0)
+        time.sleep(0.02)
+        bench.gate.close(time.monotonic_ns())  # the end of a command's step
+        return seat.resident is not None
+
+    until(stepped)
+    bench.gate.end()
+    serving.join(60)
+    assert seat.resident is None
 
 
 def test_an_empty_seat_rests_as_long_as_it_is_told_or_until_the_end(bench):
