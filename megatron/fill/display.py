@@ -34,6 +34,11 @@ def size(size_bytes: int) -> str:
     return f"{size_bytes} bytes"
 
 
+def mib(size_bytes: int) -> str:
+    """Return a number of bytes in whole MiB: for an amount beside its limit, where ``size`` may show both as equal."""
+    return f"{size_bytes / (1 << 20):.0f} MiB"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number of things, such as ``1 job`` or ``2 jobs``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
-from megatron.fill.device.port import Limits, mib
+from megatron.fill.device.port import Limits
+from megatron.fill.display import mib
 
 
 @dataclass(slots=True)

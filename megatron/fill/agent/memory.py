@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron.fill.agent.ending import Ending, How
-from megatron.fill.device.port import Limiter, WorkerDevice, mib
+from megatron.fill.device.port import Limiter, WorkerDevice
 from megatron.fill.device.pressure import MemoryGuard, NoRoom, Order, cap
+from megatron.fill.display import mib
 from megatron.fill.profiles import BubbleCycle
 from megatron.fill.status import Cause
 

@@ -41,7 +41,6 @@ from megatron.fill.app.sandboxing import RunSandbox, check_flags, find_sandbox
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
 from megatron.fill.attached import attached
-from megatron.fill.cli.views import print_next
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.meter import own_version
@@ -54,7 +53,7 @@ from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import OpenSegment, SegmentEnding, Unwritten, begin_segment
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob
-from megatron.fill.store.location import database_file, locate, shown
+from megatron.fill.store.location import database_file, locate, print_next, shown
 from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import RankInfo
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.fill.app.runfolder import store_of
-from megatron.fill.cli.views import print_next
 from megatron.fill.config import FillSettings
 from megatron.fill.records import Segment, Unwritten
+from megatron.fill.store.location import print_next
 from megatron.fill.store.standing import standing
 
 

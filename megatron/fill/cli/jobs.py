@@ -40,6 +40,7 @@ def submit(
     The store is created if it does not exist. --json prints a list of jobs as "show" does one, each with already_there.
     """
     from megatron.fill.given.jobs import load_jobs
+    from megatron.fill.store.location import print_next
     from megatron.fill.store.submit import new_job, submitter
 
     search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
@@ -62,7 +63,7 @@ def submit(
         names = ", ".join(job.name for job in there[:_NAMED]) + (", ..." if len(there) > _NAMED else "")
         print(f"Already there, and left as they are: {len(there)} of {len(found)}: {names}")
     if found:
-        views.print_next(store, "list", f"show {found[0].name}", f"logs {found[0].name}")
+        print_next(store, "list", f"show {found[0].name}", f"logs {found[0].name}")
 
 
 def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:

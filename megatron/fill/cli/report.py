@@ -55,7 +55,7 @@ def report(
     from megatron.fill.records import SegmentEnding, last_segment
     from megatron.fill.report import NotWritten, Report, compose, print_report
     from megatron.fill.report.compare import print_compared
-    from megatron.fill.report.page import library
+    from megatron.fill.report.page import library, write_page
     from megatron.fill.store.standing import standing
 
     prices = None if price is None else _prices(price)
@@ -66,7 +66,9 @@ def report(
         check_writable("--html", html)
         library()
 
-    def made(folder: Path, page: Path | None = None) -> Report:
+    page = None if html is None else partial(write_page, html, run)
+
+    def made(folder: Path) -> Report:
         last = last_segment(folder)
         where, going = store or last.store, last.ending is SegmentEnding.RUNNING
         if not where:
@@ -83,7 +85,7 @@ def report(
         print_compared((str(compare), str(run)), made(compare), made(run), Console())
         return
     try:
-        show(made(run, html))
+        show(made(run))
     except NotWritten as error:
         show(error.report)
         raise

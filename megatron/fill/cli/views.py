@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -154,22 +153,6 @@ def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
         if value.strip():
             table.add_row(name, _text(value.strip()))
     _console().print(table)
-
-
-def print_next(store: str | None, *commands: str, plain: Sequence[str] = ()) -> None:
-    """Print the commands that one wants next, with the store filled in; for people only, so not into a pipe.
-
-    Args:
-        plain: commands that take no store, printed first.
-    """
-    from megatron.fill.store.location import ENVIRONMENT, shown
-
-    if not sys.stdout.isatty():
-        return
-    known = not store or store == os.environ.get(ENVIRONMENT)
-    option = "" if known else f" --store {shlex.quote(shown(str(store)))}"
-    lines = [*plain, *(f"{command}{option}" for command in commands)]
-    print("\n".join(["Next:", *(f"  pipefill {line}" for line in lines)]), flush=True)
 
 
 def _console() -> Any:

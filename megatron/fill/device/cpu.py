@@ -8,7 +8,8 @@ import os
 import signal
 import time
 
-from megatron.fill.device.port import Limits, mib
+from megatron.fill.device.port import Limits
+from megatron.fill.display import mib
 from megatron.fill.linux import tree
 from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home
 from megatron.fill.linux.held import Held, HeldMemory

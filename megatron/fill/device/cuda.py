@@ -19,8 +19,9 @@ from typing import Any
 from megatron.fill.device.cpu import HostLimiter
 from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.device.nvml import Nvml, shared_nvml, uuid_of
-from megatron.fill.device.port import MIB, Limits, Sharing, mib
+from megatron.fill.device.port import MIB, Limits, Sharing
 from megatron.fill.device.probes import has_host_pids
+from megatron.fill.display import mib
 from megatron.fill.linux.cgroup import CgroupHome, find_home
 
 logger = logging.getLogger("pipefill.agent")

@@ -123,7 +123,3 @@ class WorkerDevice(Protocol):
             limits: limits of the worker.
             name: name unique among the living workers of this machine; letters, digits, ``.``, ``_`` and ``-``.
         """
-
-
-def mib(value: int) -> str:
-    return f"{value / MIB:.0f} MiB"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron.fill.device.port import DeviceError, mib
+from megatron.fill.device.port import DeviceError
+from megatron.fill.display import mib
 
 _LAST = 4  # with less than the margin divided by this free, a worker is killed without being asked to shrink
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.fill.errors import FillError
@@ -14,10 +14,8 @@ from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn
 from megatron.fill.report.idle import print_account
 from megatron.fill.report.jobs import Ask, job_reports
-from megatron.fill.report.page import write_page
 from megatron.fill.report.schema import RankCycle, Report, Slowdown
 from megatron.fill.report.seen import seen
-from megatron.fill.report.series import Series
 from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
@@ -46,6 +44,10 @@ __all__ = [
     "write_trace",
 ]
 
+# Ranks and workers of the timeline, and how many iterations it has at most.
+type Shown = tuple[Sequence[RankRecord], Sequence[WorkerRecord], int]
+type Page = Callable[[Report, Sequence[RankFiles], Sequence[tuple[int, JobRecord]], Shown], None]
+
 REPORT, TRACE, TIMELINE = "report.json", "trace.json", "timeline.png"  # in a run folder
 
 
@@ -72,7 +74,7 @@ def compose(
     *,
     ended: Segment | None = None,
     unwritten: Mapping[int, Unwritten] | None = None,
-    page: Path | None = None,
+    page: Page | None = None,
 ) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
@@ -84,7 +86,7 @@ def compose(
         prices: used instead of the prices that the run was started with.
         ended: the segment that has just ended; the run folder may lack it or its end.
         unwritten: records of ``ended`` that are in no file, by rank.
-        page: file to write the report into as an HTML page, too; None for none.
+        page: writes the report as an HTML page, too (``page.write_page``); None for none.
 
     Raises:
         NotWritten: not all of these files could be written.
@@ -105,7 +107,7 @@ def compose(
         ranks, workers = _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
         if page is not None:
             drawn = ranks, workers, segments[-1].trace_iterations
-            write_page(page, run_dir, report, _series(report, files), jobs, drawn)
+            page(report, [its for ranks in files.values() for its in ranks.values()], jobs, drawn)
     except OSError as error:
         raise NotWritten(report, run_dir, error) from error
     return report
@@ -158,20 +160,6 @@ def _draw(
     write_trace(run_dir / TRACE, ranks, workers, iterations, what=what)
     draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, what=what)
     return ranks, workers
-
-
-def _series(report: Report, files: Mapping[int, Mapping[int, RankFiles]]) -> Series | None:
-    """Add up all ranks' records over the iterations; None if there is no iteration."""
-    edges = [(one.first_iteration, one.last_iteration) for one in report.segments]
-    firsts, lasts = ([edge for edge in side if edge is not None] for side in zip(*edges, strict=True))
-    if not firsts:
-        return None
-    series = Series(min(firsts), max(lasts))
-    for its in (its for ranks in files.values() for its in ranks.values()):
-        record = its.record()
-        if record is not None:
-            series.add(record, its.attempts(steps=False))
-    return series
 
 
 def profile(segment: Segment, unwritten: Mapping[int, Unwritten] | None = None) -> list[RankCycle]:

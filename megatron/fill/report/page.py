@@ -16,7 +16,7 @@ from string import Template
 from megatron.fill.display import one_line
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
-from megatron.fill.records import Estimate
+from megatron.fill.records import Estimate, RankFiles
 from megatron.fill.report import charts
 from megatron.fill.report.schema import JobReport, Report
 from megatron.fill.report.series import Series
@@ -44,14 +44,14 @@ def write_page(
     path: Path,
     run_dir: Path,
     report: Report,
-    series: Series | None,
+    files_of_ranks: Iterable[RankFiles],
     attempts: Iterable[tuple[int, JobRecord]],
     drawn: tuple[Sequence[RankRecord], Sequence[WorkerRecord], int],
 ) -> None:
     """Write the page.
 
     Args:
-        series: the sums over iterations; None if the run has no iteration.
+        files_of_ranks: the records of each rank of each segment.
         attempts: the segment's number and the record of each attempt at a job.
         drawn: ranks and workers of the timeline, and how many iterations it has at most.
 
@@ -59,6 +59,7 @@ def write_page(
         FillError: the scripts for charts are not installed.
         OSError: the file cannot be written.
     """
+    series = _series(report, files_of_ranks)
     bins = series.bins() if series else []
     charted = {
         "timeline": charts.timeline(*drawn),
@@ -79,6 +80,20 @@ def write_page(
         library=library(),
     )
     write_text(path, text)
+
+
+def _series(report: Report, files_of_ranks: Iterable[RankFiles]) -> Series | None:
+    """Add up all ranks' records over the iterations; None if there is no iteration."""
+    edges = [(one.first_iteration, one.last_iteration) for one in report.segments]
+    firsts, lasts = ([edge for edge in side if edge is not None] for side in zip(*edges, strict=True))
+    if not firsts:
+        return None
+    series = Series(min(firsts), max(lasts))
+    for its in files_of_ranks:
+        record = its.record()
+        if record is not None:
+            series.add(record, its.attempts(steps=False))
+    return series
 
 
 def _figures(report: Report, probed: Estimate | None) -> list[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from sqlalchemy.engine import URL, make_url
@@ -44,6 +47,20 @@ def password_files(where: str) -> tuple[str, ...]:
     named = url.query.get("passfile") or os.environ.get("PGPASSFILE") or "~/.pgpass"
     service = os.environ.get("PGSERVICEFILE") or "~/.pg_service.conf"
     return tuple(os.path.expanduser(path) for path in (str(named), service))
+
+
+def print_next(store: str | None, *commands: str, plain: Sequence[str] = ()) -> None:
+    """Print the commands that one wants next, with the store filled in; for people only, so not into a pipe.
+
+    Args:
+        plain: commands that take no store, printed first.
+    """
+    if not sys.stdout.isatty():
+        return
+    known = not store or store == os.environ.get(ENVIRONMENT)
+    option = "" if known else f" --store {shlex.quote(shown(str(store)))}"
+    lines = [*plain, *(f"{command}{option}" for command in commands)]
+    print("\n".join(["Next:", *(f"  pipefill {line}" for line in lines)]), flush=True)
 
 
 def locate(where: str | Path) -> URL:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.fill.device.port import Limits, mib
+from megatron.fill.device.port import Limits
+from megatron.fill.display import mib
 from megatron.fill.errors import FillError, PlanError, StaleProfile
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.phases import WorkerPhase

@@ -33,7 +33,7 @@ RULES: dict[str, set[str]] = {
     "linux": set(),
     "pages": {"errors", "folders", "linux", "profiles", "types", "untrusted"},
     "sandbox": {"errors", "folders", "linux", "spec"},
-    "device": {"errors", "linux"},
+    "device": {"display", "errors", "linux"},
     # What users give, what jobs are, and where they wait.
     "given": {"errors", "types", "untrusted"},
     "config": {"errors", "given"},
@@ -49,12 +49,12 @@ RULES: dict[str, set[str]] = {
     "operate": {"errors", "linux", "pages", "records", "spec", "store", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
-        *("device", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
+        *("device", "display", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
         *("status", "types", "untrusted", "work"),
     },
     "agent": {
-        *("device", "errors", "folders", "linux", "operate", "pages", "planner", "profiles", "records", "sandbox"),
-        *("scheduler", "sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
+        *("device", "display", "errors", "folders", "linux", "operate", "pages", "planner", "profiles", "records"),
+        *("sandbox", "scheduler", "sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
     "report": {"account", "display", "errors", "linux", "records", "status", "types"},
@@ -211,6 +211,12 @@ def test_every_wing_has_a_rule_and_uses_what_it_may():
 def test_no_wing_uses_one_above_it():
     for index, (name, may) in enumerate(WINGS.items()):
         assert may <= set(list(WINGS)[:index]), name
+
+
+def test_a_training_needs_no_command_and_no_page():
+    for path in [*FILL.glob("app/*.py"), FILL / "report" / "__init__.py", *ROOT.glob("pipefill_patches/*.py")]:
+        foreign = ("megatron.fill.cli", "megatron.fill.report.page")
+        assert not any(name.startswith(foreign) for name in imports(path)), path
 
 
 def test_the_core_knows_no_wing():

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.fill.records import begin_segment, rank_file, read_segments, write
 from megatron.fill.report import compose
 from megatron.fill.report import page as page_module
 from megatron.fill.report.compare import compared
+from megatron.fill.report.page import write_page
 from megatron.fill.report.series import Series
 from megatron.fill.types import BrakeEvent
 from tests.support.extras import needs
@@ -40,7 +42,7 @@ def page(tmp_path_factory) -> Path:
         its = [(named[one.job], one) for one in workers if one.rank == record.info.rank]
         its = [(replace(job, name=EVIL), replace(one, job=EVIL)) for job, one in its]
         write_agent(folder / f"agent{record.info.rank}.jsonl", its)
-    compose(run, page=run / "page.html")
+    compose(run, page=partial(write_page, run / "page.html", run))
     return run / "page.html"
 
 

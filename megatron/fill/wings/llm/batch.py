@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.fill.device.port import mib
+from megatron.fill.display import mib
 from megatron.fill.errors import TaskError
 from megatron.fill.given.quantities import parse_bytes
 from megatron.fill.profiles import Configuration

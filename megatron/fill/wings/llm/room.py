@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from megatron.fill.device.port import mib
+from megatron.fill.display import mib
 from megatron.fill.errors import TaskError
 from megatron.fill.wings.llm.cache import PAGE, PagedCache, pages_for
 from megatron.fill.wings.llm.sequence import GeneratedSequence

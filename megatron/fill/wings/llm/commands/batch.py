@@ -129,7 +129,9 @@ def batch(
             print(f"{figures['answered'] + figures['failed']} of {len(lines)} answers are in {taken}.")
         if not job.state.finished:
             print(f"{job.name} is {job.state}. The same command with --watch waits for it, and writes {written}.")
-            views.print_next(store, f"show {job.name}", f"logs {job.name}")
+            from megatron.fill.store.location import print_next
+
+            print_next(store, f"show {job.name}", f"logs {job.name}")
     if job.state in (JobState.FAILED, JobState.CANCELLED):
         print(f"pipefill: {job.name} is {job.state}: {job.reason}", file=sys.stderr)
         raise typer.Exit(1)
