@@ -63,6 +63,16 @@ def _rank_info() -> RankInfo:
     )
 
 
+def _timers() -> dict[str, float]:
+    """Return the seconds of Megatron's timers, which their printing does not reset; another thread reads them."""
+    from megatron.training import get_timers
+
+    timers = get_timers()
+    if timers._log_level < 1:
+        return {}
+    return {name: timer.active_time() for name, timer in list(timers._timers.items())}
+
+
 def _install(stack: contextlib.ExitStack) -> None:
     holder, name = _TRAIN_STEP.resolve()
     train_step = _accounted(getattr(holder, name), HOST)
@@ -90,6 +100,7 @@ def _install(stack: contextlib.ExitStack) -> None:
         result = initialize(*args, **kwargs)
         from megatron.training import get_args
 
+        bus.account.timers = _timers
         attached.started(_rank_info(), get_args())
         return result
 

@@ -55,10 +55,12 @@ class Account:
     Attributes:
         thread: number of that thread.
         settled: True once the start-up is over.
+        timers: returns the seconds of each of Megatron's own timers; none unless it has them.
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
+        self.timers: Callable[[], Mapping[str, float]] = dict
         self.begin(clock())
 
     def begin(self, start_ns: int) -> None:

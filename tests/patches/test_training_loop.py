@@ -1,4 +1,4 @@
-"""The capture of a CUDA graph, which reserves memory, is reported as a disturbance, by whoever captures."""
+"""Captures of CUDA graphs, which reserve memory, are disturbances, and Megatron's own timers are read."""
 
 from __future__ import annotations
 
@@ -70,4 +70,35 @@ def test_every_capture_of_a_graph_is_a_disturbance():
         "['pass', 'capture begins', 'pass', 'capture ends', 'graph capture', 'replay', 'replay']",
         "['capture begins', 'capture ends', 'graph capture']",
         "['capture begins', 'capture ends']",
+    ]
+
+
+TIMERS = """
+import time
+import pipefill_patches
+
+pipefill_patches.apply(("cpu_backend", "training_loop"))
+from megatron.core.timers import Timers
+from megatron.training import global_vars
+from pipefill_patches.training_loop import _timers
+
+for level in (2, 0):
+    global_vars._GLOBAL_TIMERS = timers = Timers(level, "max")
+    for _ in range(2):
+        for name, its in (("save-checkpoint", 0), ("forward-backward", 1), ("forward-compute", 2)):
+            timers(name, log_level=its).start()
+            time.sleep(0.01)
+            timers(name, log_level=its).stop()
+            if its <= level:
+                timers(name).elapsed()  # as its printing does, which begins anew
+    print({name: time_s >= 0.02 for name, time_s in _timers().items()})
+"""
+
+
+def test_megatrons_timers_are_read_over_all_of_the_run():
+    done = python("-c", TIMERS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-2:] == [
+        "{'save-checkpoint': True, 'forward-backward': True, 'forward-compute': True}",
+        "{}",
     ]

@@ -31,7 +31,9 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
     if settings.profile_only:
         cycles = report.profile(segment, unwritten)
         report.print_cycle(cycles, console)
-        report.print_account(report.account([segment]), console)
+        accounts = report.account([segment])
+        report.print_account(accounts, console)
+        report.print_timers(report.timers([segment], accounts), console)
         report.write_cycles(run_dir / "bubbles.json", cycles)
         print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
         return

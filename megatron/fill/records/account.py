@@ -32,6 +32,7 @@ class AccountRecord:
         wall_ns: the time from the start of its process.
         waited: False if no wait for another stage was seen.
         spent: the time by name.
+        timers: seconds of each of Megatron's own timers; empty below ``--timing-log-level 1``.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class AccountRecord:
     wall_ns: int
     waited: bool
     spent: Mapping[str, Spent] = field(default_factory=dict)
+    timers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def blind(self) -> bool:
@@ -97,6 +99,13 @@ class AccountWriter:
             self._write()
         self._write()
 
+    def _timers(self) -> Mapping[str, float]:
+        try:
+            return self._account.timers()
+        except Exception:  # another version's: the account itself is not lost
+            logger.debug("Megatron's timers cannot be read", exc_info=True)
+            return {}
+
     def _write(self) -> None:
         taken, info = self._account.snapshot(), self._info
         record = AccountRecord(
@@ -106,6 +115,7 @@ class AccountWriter:
             taken.end_ns - taken.start_ns,
             self._waited(),
             taken.spent,
+            self._timers(),
         )
         if record.blind and not self._warned:
             self._warned = True

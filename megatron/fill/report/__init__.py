@@ -12,13 +12,14 @@ from megatron.fill.report.account import account
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn
-from megatron.fill.report.idle import print_account
+from megatron.fill.report.idle import print_account, print_timers
 from megatron.fill.report.jobs import Ask, job_reports
 from megatron.fill.report.schema import RankCycle, Report, Slowdown
 from megatron.fill.report.seen import seen
 from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
+from megatron.fill.report.timers import timers
 from megatron.fill.report.trace import write_trace
 from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 
@@ -37,8 +38,10 @@ __all__ = [
     "print_account",
     "print_cycle",
     "print_report",
+    "print_timers",
     "profile",
     "seen",
+    "timers",
     "watching_slowdown",
     "write_cycles",
     "write_trace",

@@ -33,6 +33,7 @@ from megatron.fill.report.schema import (
 from megatron.fill.report.seen import Seen, seen
 from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.tally import MeanIterations, Tally
+from megatron.fill.report.timers import timers
 from megatron.fill.types import BrakeEvent, Iteration, Prices, RankInfo, RankRecord, WorkerRecord
 
 _S, _MS = 1e9, 1e6  # nanoseconds
@@ -177,6 +178,7 @@ class ReportBuilder:
             jobs=list(jobs),
             cycle=self._cycles,
             account=accounts,
+            timers=timers(segments, accounts),
             late=late(self._ranks, accounts),
             sandbox=[SandboxLayer(name=name, lacks=why) for name, why in (last.sandbox if last else {}).items()],
         )

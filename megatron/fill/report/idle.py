@@ -1,4 +1,4 @@
-"""The account of the ranks' time on a terminal."""
+"""The account of the ranks' time on a terminal, and Megatron's own timers beside it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from rich.table import Table
 from megatron.fill.records import BLIND
 from megatron.fill.report.account import GAP
 from megatron.fill.report.rows import new_table
-from megatron.fill.report.schema import AccountReport, Late
+from megatron.fill.report.schema import AccountReport, Late, TimerReport
 from megatron.fill.types import PIPELINE_KINDS
 
 _LATE, _RANKS = 5, 4  # numbers of waits for late ranks that are printed, and of ranks in each
+_TIMERS = 2  # names of timers in a row
 _BUBBLES = "--fill-jobs"
 # Flags that make a kind of idle time shorter, or fill it.
 _REMEDIES = {
@@ -65,6 +66,23 @@ def _blind_lines(accounts: Sequence[AccountReport]) -> list[str]:
     if not blind:
         return []
     return [f"on {len(blind)} of {len(accounts) - 1} ranks: {BLIND}"]
+
+
+def print_timers(found: Sequence[TimerReport], console: Console) -> None:
+    """Print the timers that the account has too; nothing without one."""
+    table = new_table("Megatron's own timers beside the account, in seconds of all ranks")
+    table.add_column("timers", overflow="fold", ratio=3)
+    for heading in ("timers", "account", "differ"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what in the account", overflow="fold", ratio=3)
+    for one in found:
+        if one.account_s is not None and one.difference_s is not None:
+            share = f"{one.difference_s / one.time_s:+.1%}" if one.time_s else "-"
+            cells = (f"{one.time_s:,.2f}", f"{one.account_s:,.2f}", share)
+            more = f" and {len(one.timers) - _TIMERS} more" if len(one.timers) > _TIMERS else ""
+            table.add_row(", ".join(one.timers[:_TIMERS]) + more, *cells, ", ".join(one.rows))
+    if table.row_count:
+        console.print(table, "")
 
 
 def late_lines(found: Sequence[Late]) -> list[str]:

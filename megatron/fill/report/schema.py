@@ -320,6 +320,16 @@ class AccountReport(_Model):
     times: list[NamedTime] = Field(description="the wall time by what it went to, longest first")
 
 
+class TimerReport(_Model):
+    """Timers of Megatron, and what the account has for the same time; all ranks together."""
+
+    timers: list[str] = Field(description="their names")
+    time_s: float = Field(description="seconds by these timers")
+    rows: list[str] = Field(default=[], description="names in the account; empty if it has none for them")
+    account_s: float | None = Field(default=None, description="seconds of rows; null if the account has none for them")
+    difference_s: float | None = Field(default=None, description="account_s - time_s; null if account_s is")
+
+
 class Late(_Model):
     """Ranks that the others of their group waited for."""
 
@@ -344,6 +354,9 @@ class Report(_Model):
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
     account: list[AccountReport] = Field(
         default=[], description="the account of each rank's wall time, then that of all ranks; empty without a record"
+    )
+    timers: list[TimerReport] = Field(
+        default=[], description="Megatron's own timers beside the account; empty below --timing-log-level 1"
     )
     late: list[Late] = Field(
         default=[], description="the ranks that others waited for, those that were waited for longest first"

@@ -14,7 +14,7 @@ from megatron.fill.display import one_line, state_colour
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
-from megatron.fill.report.idle import late_lines, print_account
+from megatron.fill.report.idle import late_lines, print_account, print_timers
 from megatron.fill.report.lacking import record_lines
 from megatron.fill.report.rows import add_rows, named_rows, new_table
 from megatron.fill.report.schema import (
@@ -43,6 +43,7 @@ def print_report(report: Report, console: Console) -> None:
     if report.total.fillable_s:
         console.print(use_table(report), "")
     print_account(report.account, console)
+    print_timers(report.timers, console)
     if report.jobs:
         shown = sorted(report.jobs, key=lambda job: job.state is not JobState.FAILED)[:_JOBS]
         shown = shown if len(report.jobs) > _JOBS else report.jobs
