@@ -18,9 +18,14 @@ less than the jobs' lease or for longer, the database is restarted or crashes, a
 not succeed or lack a step, the store heard of those in ``twice`` more than once, and ``main_failures`` are ranks that
 failed.  Of the jobs ``at_the_end_again``, the store did not hear that they were at their end before the lease ended.
 
+``watching``: a training of two ranks with two jobs that is watched by turns: with metrics scraped every 5 s, metrics
+and spans sent by OTLP, and figures in TensorBoard, and then without.  ``metrics_slowdown`` is that of its iterations,
+in pairs of turns; on a busy machine it says little.
+
     python scripts/benchmarks/bench_operate.py --json docs/benchmarks/operate.json
     python scripts/benchmarks/bench_operate.py --parts deaths --json docs/benchmarks/operate.json
     python scripts/benchmarks/bench_operate.py --parts nodes --json docs/benchmarks/operate.json
+    python scripts/benchmarks/bench_operate.py --parts watching --json docs/benchmarks/operate.json
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,7 +48,8 @@ from megatron.fill.types import JobState
 from megatron.fill.work import Work
 from scripts.benchmarks.bench_report import write_run
 from scripts.benchmarks.harness import arguments, opened, pipefill
-from tests.e2e.deaths import die
+from scripts.benchmarks.watched import measure_watching
+from tests.e2e.deaths import Fate, die, in_turn, traced
 from tests.e2e.network import why_no_network
 from tests.e2e.nodes import survive
 from tests.e2e.training import warm_ranks
@@ -53,7 +59,7 @@ _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtua
 _OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
 _STAGES = _MICROBATCHES = 4
 _USERS, _RUNS = 7, 5
-_PARTS = ("page", "usage", "deaths", "nodes")
+_PARTS = ("page", "usage", "deaths", "nodes", "watching")
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -127,10 +133,10 @@ def measure_usage(folder: Path, jobs: int) -> dict[str, Any]:
     }
 
 
-def measure_deaths(folder: Path, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure_deaths(folder: Path, fates: Sequence[Fate]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what jobs lost by deaths of their training, and each death."""
     with warm_ranks():
-        found = die(folder, count, checkpoint_s=1.0)
+        found = die(folder, fates, checkpoint_s=1.0)
     filling_s = [death.filling_after_s for death in found]
     figures = {"deaths": len(found), "checkpoint_s": 1.0, "work_lost_steps_max": max(one.lost_steps for one in found)}
     figures |= {"work_lost_s_max": max(one.lost_s for one in found), "filling_after_s": statistics.median(filling_s)}
@@ -165,13 +171,21 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=10_000, help="(default: 10000)")
     parser.add_argument("--turns", type=int, default=5, help="times that each page is opened (default: 5)")
     parser.add_argument("--jobs", type=int, default=1000, help="of the usage's store, and of the nodes (default: 1000)")
-    parser.add_argument("--deaths", type=int, default=100, help="of the training (default: 100)")
+    parser.add_argument("--deaths", type=int, default=100, help="of the training, at most (default: 100)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="when machines of a training came and went")
+    parser.add_argument("--speed", type=float, default=60, help="seconds of the trace in one (default: 60)")
     parser.add_argument("--seconds", type=float, default=60, help="longest time that a node is cut off (default: 60)")
+    parser.add_argument("--pairs", type=int, default=20, help="turns watched and not watched (default: 20)")
+    parser.add_argument("--turn", type=float, default=30, help="seconds of a turn (default: 30)")
     options = parser.parse_args()
     if "nodes" in options.parts and (lacking := why_no_network()):
         parser.error(f"--parts nodes: {lacking}")
     if options.ranks < 1 or options.ranks % _STAGES:
         parser.error(f"--ranks is {options.ranks}; expected a multiple of the {_STAGES} stages")
+    try:
+        fates = traced(options.trace, options.speed) if options.trace else in_turn(options.deaths)
+    except (OSError, ValueError) as error:
+        parser.error(f"--trace: {error}")
     results = opened(parser, options.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -181,10 +195,15 @@ def main() -> None:
         if "usage" in options.parts:
             results.add("usage", measure_usage(folder, options.jobs))
         if "deaths" in options.parts:
-            figures, details = measure_deaths(folder, options.deaths)
-            results.add("deaths", figures, **details)
+            figures, details = measure_deaths(folder, fates[: options.deaths])
+            where = ["trace"] if options.trace else []
+            results.add(" ".join(["deaths", *where]), figures, *where, **details)
         if "nodes" in options.parts:
             results.add("nodes", measure_nodes(folder, options.jobs, options.seconds))
+        if "watching" in options.parts:
+            folder.chmod(0o755)  # the jobs run as a user without rights
+            figures, details = measure_watching(folder, options.pairs, options.turn)
+            results.add("watching", figures, **details)
     print(json.dumps(results.summary, indent=2))
 
 

@@ -8,8 +8,10 @@ import random
 import signal
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.e2e.training import Running, processes, settings, write_jobs
 from tests.support.waiting import until
@@ -45,23 +47,66 @@ def kill(running: Running) -> None:
     running.process.wait(60)
 
 
-def die(folder: Path, count: int, checkpoint_s: float = 1.0, seed: int = 0) -> list[Death]:
-    """Let a training with two jobs die so often, at random moments, and start it again each time."""
+class Fate(NamedTuple):
+    """A death that is to come; ``after_s`` is the least time since the one before it, in seconds."""
+
+    kind: str
+    after_s: float = 0.0
+
+
+def in_turn(count: int) -> list[Fate]:
+    """Return that many deaths, of all processes and of a rank in turn."""
+    return [Fate("rank" if number % 2 else "node") for number in range(count)]
+
+
+def traced(trace: Path, speed: float) -> list[Fate]:
+    """Return the deaths of a training on all nodes of an availability trace of spot machines.
+
+    Args:
+        trace: lines ``MILLISECONDS,add,NODE`` and ``MILLISECONDS,remove,NODE`` in the order of time, as in the folder
+            ``traces`` of the repository uclasystem/bamboo.  The training's two ranks stand for half of the nodes each,
+            as they come: it dies whenever nodes are removed, of a rank, or whole if they are of both halves.
+        speed: seconds of the trace in one of the benchmark.
+
+    Raises:
+        ValueError: a line is something else; the message says which.
+    """
+    removed: dict[int, set[int]] = {}
+    nodes: dict[str, int] = {}
+    for number, line in enumerate(trace.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        match line.split(","):
+            case [at_ms, "add", node] if at_ms.isdigit():
+                nodes.setdefault(node, len(nodes) % 2)
+            case [at_ms, "remove", node] if at_ms.isdigit() and node in nodes:
+                removed.setdefault(int(at_ms), set()).add(nodes[node])
+            case _:
+                raise ValueError(f"{trace}, line {number}: {line!r}; expected MILLISECONDS,add,NODE or a later remove")
+    moments = sorted(removed)
+    return [
+        Fate("node" if len(removed[moment]) > 1 else "rank", (moment - before) / 1000 / speed)
+        for before, moment in zip([*moments[:1], *moments], moments, strict=False)
+    ]
+
+
+def die(folder: Path, fates: Sequence[Fate], checkpoint_s: float = 1.0, seed: int = 0) -> list[Death]:
+    """Let a training with two jobs die so, each time at a random moment after both are at work, and start it again."""
     draw, found = random.Random(seed), []
     flags = f"{write_jobs(folder, *_JOBS)} --fill-checkpoint-seconds {checkpoint_s}"
     flags += f" {settings(warmup_iterations=_WARMUP, lease_seconds=2)}"
     kind, died_ns, before = "", 0, [array("q")]
-    for left in range(count, -1, -1):
+    for fate in [*fates, None]:
         running = Running(folder, flags)
         try:
             ready_ns = _fills(running, died_ns)
             if kind:
                 found.append(_death(kind, before, _steps(running), died_ns, ready_ns))
-            time.sleep(draw.uniform(0, 3 * checkpoint_s))
-            if not left:
+            if fate is None:
                 running.end()
                 break
-            kind = "rank" if left % 2 else "node"
+            kind, earliest_s = fate.kind, died_ns / 1e9 + fate.after_s
+            time.sleep(max(draw.uniform(0, 3 * checkpoint_s), earliest_s - time.monotonic()))
             if kind == "rank":
                 os.kill(draw.choice(running.ranks()), signal.SIGKILL)
                 running.process.wait(60)

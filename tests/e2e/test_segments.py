@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron.fill.rank.recorder import WRITE_EVERY
 from megatron.fill.records import last_segment
-from tests.e2e.deaths import die, kill
+from tests.e2e.deaths import Fate, die, in_turn, kill, traced
 from tests.e2e.training import Running, processes, settings, start, train_until, warm_python, write_jobs
 from tests.support.waiting import until
 
@@ -86,8 +88,24 @@ def test_a_killed_training_and_its_restart_have_one_report(tmp_path):
 
 
 def test_jobs_go_on_after_each_death_and_lose_no_more_than_since_a_checkpoint(tmp_path):
-    found = die(tmp_path, 2)
+    found = die(tmp_path, in_turn(2))
     assert [death.kind for death in found] == ["node", "rank"]
     assert all(death.lost_steps >= 0 for death in found)
     assert max(death.lost_s for death in found) < 1 + 10  # the interval, and a busy machine
     assert not processes(str(tmp_path))
+
+
+def test_deaths_come_from_a_trace_of_spot_machines(tmp_path):
+    trace = tmp_path / "trace.csv"
+    added = [f"0,add,n{number}" for number in range(4)]
+    trace.write_text(
+        "\n".join([*added, "60000,remove,n0", "180000,remove,n1", "180000,remove,n2", "", "190000,add,n5"])
+    )
+    assert traced(trace, 60) == [Fate("rank"), Fate("node", 2.0)]
+
+
+@pytest.mark.parametrize("line", ["60000,remove,n7", "soon,add,n1", "60000,add", "60000,gone,n0"])
+def test_a_line_of_a_trace_that_is_none_is_said(tmp_path, line):
+    (tmp_path / "trace.csv").write_text(f"0,add,n0\n{line}\n")
+    with pytest.raises(ValueError, match="line 2"):
+        traced(tmp_path / "trace.csv", 60)
