@@ -30,11 +30,11 @@ class FakeGate:
         self._ended = False
         self.braked = False
 
-    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), steps_ns: Sequence[int] = ()) -> int:
         with self._changed:
             self._seq += 1
             self._bubble = OpenBubble(
-                self._seq, time.monotonic_ns(), deadline_ns, free_bytes, False, tuple(ends_ns), overrun_ns
+                self._seq, time.monotonic_ns(), deadline_ns, free_bytes, False, tuple(ends_ns), tuple(steps_ns)
             )
             self._changed.notify_all()
             return self._seq

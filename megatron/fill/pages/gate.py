@@ -12,8 +12,7 @@ Layout, in 64-bit words of the machine's byte order; times in ns of CLOCK_MONOTO
     3  its start                4  its deadline                      5  free bytes
     6  phase (Phase)            7  1 while the brake is on
     8  total time that all bubbles before this one were open
-    9  expected time that steps may run on after its end
-    10  number of predicted ends                 80..  the predicted ends (``OpenBubble.ends_ns``)
+    9  number of predicted ends, of which 80.. are the times, and 96.. the longest steps that they may catch
     16..79  end of bubble n, at 16 + n % 64 (0 while it is open)
 """
 
@@ -23,16 +22,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 from typing import Protocol
 
 from megatron.fill.errors import GateError
 from megatron.fill.linux import futex, memfd
 
 PAGE_BYTES = 4096
-_MAGIC = 0x50495045_00000002
-_FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS, _OVERRUN, _TOLD = range(11)
-_CLOSED, _CLOSED_SLOTS, _ENDS = 16, 64, 80
+_MAGIC = 0x50495045_00000003
+_FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS, _TOLD = range(10)
+_CLOSED, _CLOSED_SLOTS, _ENDS, _STEPS = 16, 64, 80, 96
 _NEVER_NS = 1 << 62
 # Timeout of every sleep: notices a signal that came just before the sleep, and waiters that were requeued elsewhere.
 LOOK_AGAIN_NS = 1_000_000_000
@@ -59,7 +57,7 @@ class OpenBubble:
         free_bytes: device memory that the training leaves free in it.
         alone: True if the training stands still, to measure tasks by themselves.
         ends_ns: times by which it has ended in 1, 2 ... n of n cases; empty if no end beyond the deadline is predicted.
-        overrun_ns: expected time that steps may run on after its end.
+        steps_ns: for each of these cases, the longest step that the end may catch; as many as ``ends_ns``.
     """
 
     seq: int
@@ -68,43 +66,49 @@ class OpenBubble:
     free_bytes: int
     alone: bool = False
     ends_ns: tuple[int, ...] = ()
-    overrun_ns: int = 0
+    steps_ns: tuple[int, ...] = ()
 
     def fits(self, step_ns: int, now_ns: int, pause_ns: int = 0) -> bool:
         """True if a step of ``step_ns``, followed by a pause of ``pause_ns``, may begin now."""
-        begin_ns, end_ns = self.window(step_ns)
+        begin_ns, end_ns = self.window(step_ns, now_ns, pause_ns)
         return begin_ns <= now_ns and now_ns + step_ns + pause_ns <= end_ns
 
-    def window(self, step_ns: int) -> tuple[int, int]:
-        """The earliest start and the latest end of a step of ``step_ns``.
+    def window(self, step_ns: int, now_ns: int, pause_ns: int = 0) -> tuple[int, int]:
+        """The next stretch of the bubble with room for a step of ``step_ns`` and a pause: its start and its end.
 
-        A bubble that ends beyond the deadline catches one step, which runs on for half its length on average.  So the
-        share of bubbles that may catch a step is ``overrun_ns`` over half of ``step_ns``: short steps continue until
-        the bubble is over, however long it is, and long steps end before even short bubbles do.  If the first step
-        might already be caught, it is delayed until the bubbles that end early have ended: at many places in the
-        schedule nearly all waits are short, and a few are long.
+        Until the deadline any step may run.  Beyond it, the bubble ends between two of ``ends_ns`` in one of n cases,
+        and the end catches one step, which runs on for half its length on average.  The stretch between the two is part
+        of the window if that step may be so long.  So a short step runs until the bubble is over, a long one only where
+        an end is unlikely for long: at many places in the schedule nearly all waits are short, and a few are long, as
+        is known once the short ones would have ended.
+
+        Without room, it is the stretch up to the deadline.
         """
-        ends = self.ends_ns
-        caught = 2 * self.overrun_ns * len(ends) // step_ns if step_ns else 0
-        if not caught:
-            return self.opened_ns, self.deadline_ns
-        first, begin_ns = 0, self.opened_ns
-        if self.deadline_ns < begin_ns + step_ns:
-            for end_ns, next_ns in pairwise(ends):
-                first += 1
-                if next_ns >= end_ns + step_ns:
-                    begin_ns = max(begin_ns, end_ns)
-                    break
-            else:
-                return begin_ns, self.deadline_ns
-        last = first + caught
-        return begin_ns, max(self.deadline_ns, ends[last - 1]) if last < len(ends) else _NEVER_NS
+        begin_ns, end_ns = self.opened_ns, self.deadline_ns
+        before_ns = max(begin_ns, end_ns)
+        most = len(self.ends_ns) if step_ns else 0
+        for number in range(most):
+            case_ns = self.ends_ns[number]
+            if step_ns <= self.steps_ns[number]:
+                if before_ns > end_ns:
+                    if _has_room(begin_ns, end_ns, now_ns, step_ns + pause_ns):
+                        break
+                    begin_ns = before_ns
+                end_ns = max(before_ns, case_ns) if number < most - 1 else _NEVER_NS
+            before_ns = max(before_ns, case_ns)
+        if _has_room(begin_ns, end_ns, now_ns, step_ns + pause_ns):
+            return begin_ns, end_ns
+        return self.opened_ns, self.deadline_ns
+
+
+def _has_room(begin_ns: int, end_ns: int, now_ns: int, needed_ns: int) -> bool:
+    return max(begin_ns, now_ns) + needed_ns <= end_ns
 
 
 class GateWriter(Protocol):
     """The writer's end of a gate: the rank's, or its relay's on CUDA."""
 
-    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), steps_ns: Sequence[int] = ()) -> int:
         """Open a bubble (arguments as in ``OpenBubble``); return its number."""
 
     def close(self, now_ns: int) -> None:
@@ -162,11 +166,12 @@ class SharedGate:
         elif self._words[_VERSION] != _MAGIC:
             raise GateError(f"descriptor {fd} is not a gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
 
-    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), steps_ns: Sequence[int] = ()) -> int:
         words = self._words
-        words[_TOLD], words[_OVERRUN] = len(ends_ns), overrun_ns
-        for place, end_ns in enumerate(ends_ns, _ENDS):
-            words[place] = end_ns
+        told = words[_TOLD] = len(steps_ns)
+        for number in range(told):
+            words[_ENDS + number] = ends_ns[number]
+            words[_STEPS + number] = steps_ns[number]
         return self._open(deadline_ns, free_bytes, Phase.TRAINING)
 
     def open_alone(self, deadline_ns: int) -> int:
@@ -256,7 +261,7 @@ class SharedGateReader:
             words[_FREE],
             words[_PHASE] == Phase.ALONE,
             tuple(words[_ENDS : _ENDS + words[_TOLD]]),
-            words[_OVERRUN],
+            tuple(words[_STEPS : _STEPS + words[_TOLD]]),
         )
         # The fields belong together only if the word did not change while they were read.
         return bubble if self.is_open(seq) else None

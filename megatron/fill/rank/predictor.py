@@ -26,6 +26,7 @@ from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import BubbleKind, CycleKey
 
 _FEWEST_AFTER = 3  # disturbed cycles of a sort from which the next one is predicted
+_FOR_CASES = 0.8  # part of the allowed overrun for ends after the shortest duration; a few ends come before it
 _LAST_AFTER = 5  # number of them that count
 ENOUGH_TO_PLAN = 5  # number of observations of each bubble that suffice for a plan
 CASES = 8  # number of equal parts into which the recent durations are divided
@@ -37,13 +38,13 @@ class Forecast(NamedTuple):
     Attributes:
         shortest_ns: duration that it reaches with some confidence; 0 if unknown.
         ends_ns: times by which it has ended in 1, 2 ... ``CASES`` of ``CASES`` cases; empty if they are not reliable.
-        overrun_ns: allowed expected time that steps run on after its end.
+        steps_ns: for each of these cases, the longest step that the end may catch; empty if it may catch none.
         fills: True if it is worth filling.
     """
 
     shortest_ns: int = 0
     ends_ns: tuple[int, ...] = ()
-    overrun_ns: int = 0
+    steps_ns: tuple[int, ...] = ()
     fills: bool = False
 
     def told(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
@@ -98,12 +99,32 @@ class BubblePredictor:
             shortest_ns = min(shortest_ns, self._shortest_after(kind, index))
             return Forecast(shortest_ns, fills=shortest_ns >= rule.min_bubble_ns)
         usual_ns = max(0, sum(ends_ns)) // CASES
-        share_ns = self.overrun * cycle.period_ns * cycle.share(usual_ns)
-        overrun_ns = int(among_replicas(share_ns, rule.replicas, cycle.scale_ns))
-        if usual_ns >= rule.min_bubble_ns:
-            cycle.weight += sqrt(usual_ns)
-        fills = (usual_ns if overrun_ns else shortest_ns) >= rule.min_bubble_ns
-        return Forecast(shortest_ns, ends_ns, overrun_ns, fills)
+        if not ends_ns or usual_ns < rule.min_bubble_ns:
+            return Forecast(shortest_ns, fills=shortest_ns >= rule.min_bubble_ns)
+        steps_ns = self._longest_steps(shortest_ns, ends_ns)
+        return Forecast(shortest_ns, ends_ns, steps_ns, fills=any(steps_ns) or shortest_ns >= rule.min_bubble_ns)
+
+    def _longest_steps(self, shortest_ns: int, ends_ns: tuple[int, ...]) -> tuple[int, ...]:
+        """Return for each case the longest step that the end may catch; empty if it may catch none.
+
+        To fill the stretch between two ends gains that stretch, in all the cases that last longer, and costs half a
+        step in the case that ends in it: as much in each stretch, of whichever bubble.  So steps of one length are
+        allowed in the stretches of the cycle that gain most, in as many as the allowed overrun pays for.
+        """
+        cycle, rule = self._cycle, self.rule
+        allowed_ns = 2 * CASES * _FOR_CASES * self.overrun * cycle.period_ns
+        gains, most = cycle.gains, cycle.most
+        steps_ns: list[int] = []
+        before_ns, weight = shortest_ns, 2 * CASES - 1
+        for end_ns in ends_ns:
+            gain = max(0, end_ns - before_ns) * weight  # times 2 ``CASES``
+            before_ns, weight = max(before_ns, end_ns), weight - 2
+            gains.append(gain)
+            if most and allowed_ns:
+                share_ns = allowed_ns / max(1, len(most) - bisect_left(most, gain))
+                longest_ns = int(among_replicas(share_ns, rule.replicas, cycle.scale_ns))
+                steps_ns.append(min(longest_ns, gain))  # a longer one runs on for more than is filled
+        return tuple(steps_ns)
 
     def _shortest_after(self, kind: BubbleKind, index: int) -> int:
         """Return the shortest of the last bubbles at a position of cycles disturbed like this one; 0 if unknown."""
@@ -152,27 +173,27 @@ class BubblePredictor:
             self._after[index].last_ns.append(duration_ns)
 
 
-def among_replicas(overrun_ns: float, replicas: int, scale_ns: float) -> float:
-    """Return the expected overrun allowed per replica, so that the delay of the whole iteration is at most this one.
+def among_replicas(step_ns: float, replicas: int, scale_ns: float) -> float:
+    """Return the longest step that may be caught in each replica, so that the whole iteration is delayed by no more.
 
     An iteration of R replicas takes as long as the slowest.  If they vary independently, that maximum is nearly Gumbel
     distributed, and a delay of mean d and variance v in every replica makes it longer by d + v / (2 scale): most
     delays are hidden behind a replica that was late anyway.  A step of length L that is in flight at the end runs on
-    for 0 to L, so v = (2/3) L d, and no such step is longer than 2 ``CASES`` d (``OpenBubble.window``).  The
-    tensor-parallel ranks of one replica share the end of a bubble; the latest of them is late by at most twice the
-    mean.
+    for 0 to L, so v = (2/3) L d, and steps of length L may be caught in as many cases as make d (1 + L / (3 scale)) the
+    delay that is allowed.  The tensor-parallel ranks of one replica share the end of a bubble; the latest of them is
+    late by at most twice the mean.
 
     Args:
-        overrun_ns: allowed expected delay of the whole iteration.
+        step_ns: the same for a single replica.
         replicas: number of ranks per stage.
         scale_ns: scale of the distribution of iteration times; with 0 the delays of all replicas add up.
     """
     if replicas == 1:
-        return overrun_ns
-    latest_ns = overrun_ns / 2
-    grows = 2 * CASES / (3 * scale_ns) if scale_ns > 0 else 0.0  # the delay is d (1 + grows d)
+        return step_ns
+    latest_ns = step_ns / 2
+    grows = 1 / (3 * scale_ns) if scale_ns > 0 else 0.0  # L (1 + grows L) is the step that is allowed
     hidden_ns = (sqrt(1 + 4 * grows * latest_ns) - 1) / (2 * grows) if grows else 0.0
-    return max(hidden_ns, overrun_ns / replicas)
+    return max(hidden_ns, step_ns / replicas)
 
 
 class _After(NamedTuple):
@@ -189,16 +210,18 @@ class _Cycle:
         histories: the history of each position.
         period_ns: shortest recent time from start to start; 0 if unknown.
         scale_ns: scale in ns of the Gumbel distribution that fits the lower part of the periods; 0 without spread.
-        weight: sum of the square roots of usual durations, over the present cycle's bubbles so far that were worth
-            filling.
+        gains: gains of the stretches of the present cycle's bubbles so far (``BubblePredictor._longest_steps``).
+        most: those of the latest whole cycle, in ascending order.
     """
 
-    __slots__ = ("_periods", "_start_ns", "_whole", "histories", "period_ns", "scale_ns", "weight")
+    __slots__ = ("_periods", "_start_ns", "gains", "histories", "most", "period_ns", "scale_ns")
 
     def __init__(self) -> None:
         self.histories: list[_History] = []
         self.period_ns = 0
-        self.scale_ns = self.weight = self._whole = 0.0
+        self.scale_ns = 0.0
+        self.gains: list[int] = []
+        self.most: list[int] = []
         self._periods = _Window()
         self._start_ns = 0
 
@@ -208,7 +231,9 @@ class _Cycle:
             self.period_ns = min(islice(reversed(self._periods.recent), ENOUGH_TO_PLAN))
             self.scale_ns = self._scale_ns(rule)
         self._start_ns = now_ns
-        self._whole, self.weight = self.weight, 0.0
+        if self.gains:
+            self.gains.sort()
+            self.most, self.gains = self.gains, []
 
     def _scale_ns(self, rule: FillRule) -> float:
         """Return ``scale_ns``.
@@ -217,14 +242,6 @@ class _Cycle:
         occasional stalls of a training are not noise of its replicas.
         """
         return self._periods.low(rule)[1] / log(log(1 / rule.quantile) / log(2))
-
-    def share(self, usual_ns: int) -> float:
-        """Return a bubble's share of the overrun allowed in a cycle, by its usual duration.
-
-        A long bubble gains more from its share, but a short one needs as much to gain anything; the square root is a
-        compromise.  The share is 0 until the weight of a whole cycle is known.
-        """
-        return sqrt(usual_ns) / max(sqrt(usual_ns), self._whole) if self._whole else 0.0
 
 
 class _Window:
@@ -287,8 +304,11 @@ class _History:
         self.seen += 1
         # Suddenly shorter: used at once, since overruns harm the training.
         self.shortened_to_ns = duration_ns if duration_ns * rule.tolerance < self.usual_ns else None
-        # Suddenly longer: used after three in a row, since old durations only make the prediction too short.
-        self.surprises = self.surprises + 1 if 0 < self.usual_ns * rule.tolerance < duration_ns else 0
+        # Suddenly longer: used after three in a row, since old durations only make the prediction too short.  Longer
+        # than nearly all: where durations are spread widely, three in a row above the lower ones are no change.
+        ordered = self.from_opening.ordered
+        high_ns = ordered[(len(ordered) - 1) * (CASES - 1) // CASES] if ordered else 0
+        self.surprises = self.surprises + 1 if 0 < high_ns * rule.tolerance < duration_ns else 0
         most = rule.window
         if self.surprises >= 3:
             self.surprises, most = 0, 3

@@ -120,7 +120,7 @@ class CommandRun:
             seq = bubble.seq
             start_ns = time.monotonic_ns()
             # Work that a stopped command has launched on a GPU runs on for an unknown time.
-            end_ns = bubble.window(_GUARD_NS)[1] if self.spec.device == "cpu" else bubble.deadline_ns
+            end_ns = bubble.window(_GUARD_NS, start_ns)[1] if self.spec.device == "cpu" else bubble.deadline_ns
             remaining_ns = end_ns - _GUARD_NS - start_ns
             if remaining_ns <= 0 or not self.control.running:
                 self.log.skip_bubble(seq, start_ns, self._lack(command), bubble.alone)

@@ -231,9 +231,10 @@ class StepLoop:
             first_ns = first_ns or start_ns
             spent_ns += end_ns - start_ns
             steps += 1
-            if not (is_open and self._fits(bubble, clock()) and self._may_run(bubble)) or self.stopping():
+            now_ns = clock()
+            if not (is_open and self._may_run(bubble)) or self.stopping() or machine.task.idle:
                 break
-            if machine.task.idle:
+            if not (self._fits(bubble, now_ns) or self._fits_later(bubble, now_ns)):
                 break
         return False, first_ns, end_ns, spent_ns, steps
 
@@ -252,9 +253,20 @@ class StepLoop:
         begun = self.log.partial_work if node else 0.0  # a new iteration: shares of the one before no longer count
         return 0.0, begun + (0.0 if self.machine.task.idle else self._shares[node])
 
+    def _fits_later(self, bubble: OpenBubble, now_ns: int) -> bool:
+        """Sleep until the next step may begin, if it may later in this bubble; True if it may begin now."""
+        if self._begin_ns(bubble, now_ns) <= now_ns:
+            return False
+        return self._await_start(bubble) and self._fits(bubble, self.clock())
+
+    def _begin_ns(self, bubble: OpenBubble, now_ns: int) -> int:
+        """Return the time from which the next step may begin."""
+        step_ns = self.estimators.estimate_ns(self.machine.task.next_node)
+        return bubble.window(step_ns, now_ns, self._pause_ns)[0]
+
     def _await_start(self, bubble: OpenBubble) -> bool:
-        """Sleep until the first step may begin; True if the bubble is still open."""
-        begin_ns, _ = bubble.window(self.estimators.estimate_ns(self.machine.task.next_node))
+        """Sleep until the next step may begin; True if the bubble is still open."""
+        begin_ns = self._begin_ns(bubble, self.clock())
         while (left_ns := begin_ns - self.clock()) > 0 and self.gate.is_open(bubble.seq):
             if not self._may_run(bubble) or self.stopping():
                 break

@@ -53,9 +53,8 @@ def test_what_runs_on_in_every_replica_costs_the_longest_of_them_no_more_than_it
     longest = times.max(axis=1)
     scale = (np.median(longest) - np.quantile(longest, 0.1)) / np.log(np.log(10) / np.log(2))
     may = 2.5
-    mean = among_replicas(may, replicas, scale)
-    step = 2 * CASES * mean  # the longest that a gate with so much lets be caught
-    late = np.where(random.random(shape) < 2 * mean / step, random.uniform(0, step, shape), 0.0)
+    step = among_replicas(2 * CASES * may, replicas, scale)  # the longest that may be caught in one case
+    late = np.where(random.random(shape) < 1 / CASES, random.uniform(0, step, shape), 0.0)
     assert longest_of(times + late, replicas) - longest_of(times, replicas) <= 1.05 * may
     alone = np.where(random.random(shape) < 2 * may / (2 * CASES * may), random.uniform(0, 2 * CASES * may, shape), 0.0)
     if replicas > 2 and noise_ms < 10:  # what one replica may do costs more than that among many

@@ -110,6 +110,14 @@ def test_a_bubble_that_becomes_longer_is_followed_after_three():
     assert cycle(predictor, [100 * MS]) == [100 * MS]
 
 
+def test_bubbles_that_are_spread_widely_are_not_taken_for_a_change():
+    predictor = BubblePredictor(FillRule(warmup=2))
+    noise = random.Random(0)
+    for _ in range(200):
+        cycle(predictor, [noise.choice([1, 5, 50]) * MS])
+    assert len(predictor._cycle.histories[0].from_opening.ordered) == predictor.rule.window
+
+
 def test_one_long_outlier_changes_nothing():
     predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(20):
@@ -211,14 +219,49 @@ def turns(predictor: BubblePredictor, *durations_ms: float, count: int, period_m
     return said
 
 
-def test_what_overruns_may_cost_is_a_share_of_the_cycle_and_shared_out_among_its_bubbles_worth_filling():
-    predictor = BubblePredictor(FillRule(warmup=2, overrun=0.01))
-    said = turns(predictor, 100, 20, 0.1, count=6)
+def test_the_stretches_that_gain_most_may_catch_the_longest_steps_whichever_bubble_they_are_of():
+    predictor = BubblePredictor(FillRule(warmup=2, overrun=0.01, margin=0.0, window=9))
+    for number in range(20):
+        # One that ends evenly between 10 and 90 ms, one that ends after 50 ms in one of nine cases, and a short one.
+        lasts = (10 * (number % 9) + 10, 50 if number % 9 == 8 else 1 + number % 9 / 10, 0.1)
+        now_ns = number * 1000 * MS
+        predictor.cycle_started(TRAINING, now_ns)
+        said = []
+        for index, ms in enumerate(lasts):
+            said.append(predictor.forecast(BubbleKind.INTERIOR, index, now_ns))
+            predictor.observe(BubbleKind.INTERIOR, index, now_ns, now_ns + int(ms * MS))
+            now_ns += int(ms * MS)
     assert [one.fills for one in said] == [True, True, False]
-    # Of 1000 ms, in the ratio of the roots of 100 and 20.
-    assert [one.overrun_ns / MS for one in said] == pytest.approx([6.91, 3.09, 0.22], abs=0.01)
+    even, long, short = ([step / MS for step in one.steps_ns] for one in said)
+    # Of 1000 ms, 8 ms: half a step in the eighth of the cases that ends in a stretch.  The first stretch gains its
+    # 10 ms in fifteen of sixteen cases, and so on; that of the long bubble 48 ms in one of sixteen.
+    gains = [10.0 * part for part in range(15, 0, -2)]
+    best = sorted([*gains, 48.3], reverse=True)
+    expected = [min(8 * 16 / (best.index(gain) + 1), gain) for gain in gains]
+    assert even == pytest.approx(expected)
+    assert long[7] == pytest.approx(8 * 16 / (best.index(48.3) + 1))
+    assert max(long[:7]) < 2  # of each 0.1 ms
+    assert short == []  # not worth filling
+
+
+def test_once_overruns_may_cost_nothing_no_step_may_be_caught():
+    predictor = BubblePredictor(FillRule(warmup=2, overrun=0.01))
+    assert all(one.steps_ns for one in turns(predictor, 100, 20, count=6))
     predictor.overrun = 0.0
-    assert {one.overrun_ns for one in turns(predictor, 100, 20, 0.1, count=6)} == {0}
+    assert {one.steps_ns for one in turns(predictor, 100, 20, count=6)} == {()}
+
+
+def test_what_steps_may_be_caught_is_known_after_a_whole_cycle():
+    predictor = BubblePredictor(FillRule(warmup=2))
+    assert [one.steps_ns for one in turns(predictor, 100, 20, count=3)] == [(), ()]
+    assert all(len(one.steps_ns) == 8 for one in turns(predictor, 100, 20, count=2))
+
+
+def test_a_cycle_that_is_disturbed_does_not_change_what_steps_may_be_caught():
+    predictor = BubblePredictor(FillRule(warmup=2))
+    before = [one.steps_ns for one in turns(predictor, 100, 20, count=6)]
+    cycle(predictor, [100 * MS, 20 * MS], after=SAVED)
+    assert [one.steps_ns for one in turns(predictor, 100, 20, count=2)] == before
 
 
 def test_a_bubble_that_is_mostly_short_and_sometimes_long_is_worth_filling_if_an_overrun_may_cost_something():

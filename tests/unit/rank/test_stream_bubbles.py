@@ -33,9 +33,9 @@ class SeenGate(FakeGate):
         super().__init__()
         self.deadlines: list[int] = []
 
-    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), steps_ns: Sequence[int] = ()) -> int:
         self.deadlines.append(deadline_ns)
-        return super().open(deadline_ns, free_bytes, ends_ns, overrun_ns)
+        return super().open(deadline_ns, free_bytes, ends_ns, steps_ns)
 
 
 class Rank:

@@ -91,13 +91,13 @@ class Bench:
         predicted_ms: float,
         lasts_ms: float | None = None,
         ends_ns: tuple[int, ...] = (),
-        overrun_ns: int = 0,
+        steps_ns: tuple[int, ...] = (),
     ) -> bool:
         """Offer one bubble; whether the task finished in it."""
         self.seq += 1
         self.gate.end_ns = self.clock.now + int((predicted_ms if lasts_ms is None else lasts_ms) * MS)
         deadline_ns = self.clock.now + int(predicted_ms * MS)
-        bubble = OpenBubble(self.seq, self.clock.now, deadline_ns, 0, False, ends_ns, overrun_ns)
+        bubble = OpenBubble(self.seq, self.clock.now, deadline_ns, 0, False, ends_ns, steps_ns)
         finished = self.loop.fill(bubble)
         self.clock.now = max(self.clock.now, self.gate.end_ns)
         return finished
@@ -125,10 +125,11 @@ def test_where_overruns_may_cost_something_steps_go_on_beyond_the_deadline():
     bench = Bench(*[2.0] * 60)
     bench.bubble(9)
     ends_ns = tuple(bench.clock.now + n * 10 * MS for n in range(1, 9))
-    bench.bubble(9, lasts_ms=35, ends_ns=ends_ns, overrun_ns=MS // 2)  # half of the cases may catch a step of 2 ms
+    steps_ns = (*[2 * MS] * 4, *[MS] * 4)  # half of the cases may catch a step of 2 ms
+    bench.bubble(9, lasts_ms=35, ends_ns=ends_ns, steps_ns=steps_ns)
     assert (bench.uses[1].steps, bench.uses[1].overrun_ns) == (18, 1 * MS)
     ends_ns = tuple(bench.clock.now + n * 10 * MS for n in range(1, 9))
-    bench.bubble(9, lasts_ms=80, ends_ns=ends_ns, overrun_ns=MS // 2)
+    bench.bubble(9, lasts_ms=80, ends_ns=ends_ns, steps_ns=steps_ns)
     assert (bench.uses[2].steps, bench.uses[2].overrun_ns) == (20, 0)
 
 
@@ -139,8 +140,20 @@ def test_where_most_bubbles_end_soon_the_first_step_waits_until_they_have():
         bench.task.calls.clear()
         now_ns = bench.clock.now
         ends_ns = (*[now_ns + MS // 5] * 6, now_ns + 50 * MS, now_ns + 50 * MS)
-        bench.bubble(0, lasts_ms, ends_ns, MS)
+        bench.bubble(0, lasts_ms, ends_ns, (*[0] * 6, 9 * MS, 9 * MS))
         assert bench.task.calls.count("step") == steps
+
+
+def test_steps_pause_where_many_bubbles_end_and_go_on_in_those_that_last():
+    for lasts_ms, steps, overrun_ms in ((10.5, 5, 0), (60, 24, 0), (81, 35, 1)):
+        bench = Bench(*[2.0] * 60)
+        bench.bubble(9)
+        bench.task.calls.clear()
+        at_ns = bench.clock.now
+        ends_ns = tuple(at_ns + ms * MS for ms in (10, 10, 11, 11, 12, 50, 60, 80))
+        bench.bubble(10, lasts_ms, ends_ns, (0, 0, 0, 0, 0, 2 * MS, 0, 2 * MS))
+        assert bench.task.calls == ["start", *["step"] * steps, "pause"]
+        assert bench.uses[1].overrun_ns == overrun_ms * MS
 
 
 def test_a_bubble_too_short_is_left_alone():
