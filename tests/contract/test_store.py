@@ -228,6 +228,16 @@ class TestList:
         stamps.append(store.stamp())
         assert stamps == [(0, 0, 0), (2, 3, 0), (1, 2, 0), (1, 2, 1)]
 
+    def test_the_time_that_each_user_has_had(self, store):
+        ada, bob, late = store.submit([NewJob(name, WORK, user=name[:3]) for name in ("ada", "bob", "ada-2")])
+        assert store.used_s(0.0) == {"ada": 0.0, "bob": 0.0}
+        for job, harvested_s in ((ada, 2.0), (bob, 3.0)):
+            claim = claimed(store, job)
+            assert store.finish(claim, Status(JobState.SUCCEEDED), Progress(harvested_s=harvested_s), {})
+        store.heartbeat(claimed(store, late), Progress(harvested_s=5.0), 60)
+        assert store.used_s(store.now_s() - 60) == {"ada": 7.0, "bob": 3.0}
+        assert store.used_s(store.now_s() + 60) == {"ada": 5.0}  # what has not finished
+
     def test_by_state_and_the_latest(self, store):
         jobs = submitted(store, "a", "b", "c", "d")
         claimed(store, jobs[1])

@@ -129,6 +129,13 @@ class _Tables:
         queued = [job.id for job in self.jobs({JobState.QUEUED}, None)]
         return len(queued), sum(queued), len(self.jobs({JobState.SUCCEEDED}, None))
 
+    def used_s(self, since_s: float) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for job in self._jobs.values():
+            if job.finished_s is None or job.finished_s >= since_s:
+                found[job.user] = found.get(job.user, 0.0) + job.progress.harvested_s
+        return found
+
     def names(self, limit: int) -> list[str]:
         return [job.name for job in self.jobs((), limit)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron.fill.status import Cause, JobState, Status
@@ -33,13 +33,13 @@ def _used_up(store: JobStore, quota: Quota) -> dict[str, str]:
     """Return why each user who has used up the quota has."""
     reasons: dict[str, str] = {}
     if quota.device_hours is not None:
-        since_s = store.now_s() - quota.days * _DAY_S
-        used_s: defaultdict[str, float] = defaultdict(float)
-        for job in store.list():
-            if job.finished_s is None or job.finished_s >= since_s:
-                used_s[job.user] += job.progress.harvested_s
+        used_s = store.used_s(store.now_s() - quota.days * _DAY_S)
         most = f"{quota.device_hours:g} device-hours in {quota.days:g} days"
-        reasons |= {user: f"has had {most}" for user, its in used_s.items() if its >= quota.device_hours * _HOUR_S}
+        reasons |= {
+            user: f"has had {most}"
+            for user, its in store.used_s(since_s).items()
+            if its >= quota.device_hours * _HOUR_S
+        }
     if quota.jobs is not None:
         running = Counter(job.user for job in store.list({JobState.RUNNING}))
         most = f"{quota.jobs} job{'' if quota.jobs == 1 else 's'}"

@@ -213,6 +213,9 @@ class JobStore(Protocol):
         start.
         """
 
+    def used_s(self, since_s: float) -> dict[str, float]:
+        """The seconds in bubbles that the jobs of each user have had, of those that finished since then or have not."""
+
     def claim(
         self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "", most: int | None = None
     ) -> Claim | None:

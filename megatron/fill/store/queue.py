@@ -57,6 +57,9 @@ class JobQueue(ABC):
     def stamp(self) -> tuple[int, int, int]:
         return self._run(lambda transaction: transaction.stamp(), write=False)
 
+    def used_s(self, since_s: float) -> dict[str, float]:
+        return self._run(lambda transaction: transaction.used_s(since_s), write=False)
+
     def claim(
         self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "", most: int | None = None
     ) -> Claim | None:

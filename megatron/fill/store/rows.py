@@ -155,6 +155,14 @@ class SqlTransaction:
         succeeded = select(func.count(jobs.c.id)).where(jobs.c.state == JobState.SUCCEEDED)
         return count, int(total), self._connection.execute(succeeded).scalar_one()
 
+    def used_s(self, since_s: float) -> dict[str, float]:
+        # Added up here: each database reads JSON in its own way, and not all that is in a text.
+        recent = jobs.c.finished_s.is_(None) | (jobs.c.finished_s >= since_s)
+        found: dict[str, float] = {}
+        for user, progress in self._connection.execute(select(jobs.c.user, jobs.c.progress).where(recent)):
+            found[user] = found.get(user, 0.0) + json.loads(progress)["harvested_s"]
+        return found
+
     def names(self, limit: int) -> list[str]:
         return list(self._connection.scalars(select(jobs.c.name).order_by(jobs.c.id.desc()).limit(limit)))
 

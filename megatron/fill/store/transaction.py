@@ -53,6 +53,9 @@ class Transaction(Protocol):
     def stamp(self) -> tuple[int, int, int]:
         """As ``JobStore.stamp``."""
 
+    def used_s(self, since_s: float) -> dict[str, float]:
+        """As ``JobStore.used_s``."""
+
     def names(self, limit: int) -> list[str]:
         """The names of the latest ``limit`` jobs."""
 
