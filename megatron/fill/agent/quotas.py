@@ -35,11 +35,7 @@ def _used_up(store: JobStore, quota: Quota) -> dict[str, str]:
     if quota.device_hours is not None:
         used_s = store.used_s(store.now_s() - quota.days * _DAY_S)
         most = f"{quota.device_hours:g} device-hours in {quota.days:g} days"
-        reasons |= {
-            user: f"has had {most}"
-            for user, its in store.used_s(since_s).items()
-            if its >= quota.device_hours * _HOUR_S
-        }
+        reasons |= {user: f"has had {most}" for user, its in used_s.items() if its >= quota.device_hours * _HOUR_S}
     if quota.jobs is not None:
         running = Counter(job.user for job in store.list({JobState.RUNNING}))
         most = f"{quota.jobs} job{'' if quota.jobs == 1 else 's'}"
