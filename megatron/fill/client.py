@@ -22,10 +22,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.given.jobs import JobSpec, load_jobs
+from megatron.fill.given.jobs import JobSpec, load_jobs, submitter
 from megatron.fill.given.problems import explain
 from megatron.fill.store import Job, open_store
-from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import JobState
 
 __all__ = ["Job", "JobState", "Jobs"]
@@ -78,7 +77,7 @@ class Jobs:
         except ValidationError as error:
             job = f"job {fields.get('name')!r}"
             raise ConfigError(explain(error, JobSpec, lambda place: (job, place))) from None
-        return self._store.submit([new_job(spec, self._search, submitter())])[0]
+        return self._store.submit([spec.to_submit(self._search, submitter())])[0]
 
     def submit_file(self, path: str | Path) -> list[Job]:
         """Put all jobs of a jobs file into the queue, or none.
@@ -89,7 +88,7 @@ class Jobs:
         """
         search = list(dict.fromkeys([str(Path(path).absolute().parent), *self._search]))
         user = submitter()
-        return self._store.submit([new_job(spec, search, user) for spec in load_jobs(path)])
+        return self._store.submit([spec.to_submit(search, user) for spec in load_jobs(path)])
 
     def get(self, name: str) -> Job:
         """Return the latest job of that name.

@@ -1,4 +1,4 @@
-"""The work of a job: one value, passed from the jobs file through the store to the worker."""
+"""A job to submit, and its work: one value, passed from the jobs file through the store to the worker."""
 
 from __future__ import annotations
 
@@ -74,3 +74,22 @@ class Work:
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to submit.
+
+    Attributes:
+        name: name unique among the unfinished jobs of a store.
+        work: work of the job.
+        user: user to whom fair sharing attributes it.
+        priority: greater is more urgent.
+        deadline_s: time by which it should be done; None for no deadline.
+    """
+
+    name: str
+    work: Work
+    user: str = ""
+    priority: int = 0
+    deadline_s: float | None = None

@@ -43,9 +43,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.status import Status
-from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.store import Progress, open_store
 from megatron.fill.types import JobState
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from scripts.benchmarks.bench_report import write_run
 from scripts.benchmarks.harness import arguments, opened, pipefill
 from scripts.benchmarks.watched import measure_watching

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.store import JobStore
-from megatron.fill.store.submit import new_job
 from tests.chaos import plan
 from tests.chaos.attacks import brought
 from tests.chaos.kind import FaultKind, Source
@@ -84,7 +83,7 @@ class Submitter:
             **fields,
             **brings,
         )
-        job = self.store.submit([new_job(spec, [], "chaos")])[0]
+        job = self.store.submit([spec.to_submit([], "chaos")])[0]
         done = args.get("steps", 0)
         assert isinstance(done, int)
         submitted = Submitted(job.id, name, kind, done, notes)

@@ -17,8 +17,8 @@ import pytest
 from megatron.fill.agent import warden
 from megatron.fill.agent.warden import Warden
 from megatron.fill.sidetask.base import TaskContext
-from megatron.fill.store import NewJob, open_store
-from megatron.fill.work import Work
+from megatron.fill.store import open_store
+from megatron.fill.work import NewJob, Work
 from tests.chaos.attacks import brought, calls, command, kernel
 from tests.chaos.attacks.base import Attack, Ground, NoTargetError, Refused, in_child, try_all
 from tests.chaos.attacks.table import ATTACKS

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.gate import SharedGate
-from megatron.fill.store import NewJob, open_store
-from megatron.fill.work import Work
+from megatron.fill.store import open_store
+from megatron.fill.work import NewJob, Work
 from tests.chaos import marks, memfiles, processes
 from tests.chaos.clock import JumpingClock
 from tests.chaos.disk import SmallDisk

@@ -12,12 +12,12 @@ import pytest
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, Status, Then
-from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, Progress, Standing
 from megatron.fill.store.lookup import ASK_S
 from megatron.fill.store.queue import ASK_AGAIN_S
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.clock import Clock
 from tests.support.memory_store import MemoryStore
 from tests.support.postgres import NoPostgres

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from megatron.fill.status import JobState, Status
-from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
+from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.store.queue import JobQueue
 from megatron.fill.store.transaction import Transaction
+from megatron.fill.work import NewJob
 
 
 class MemoryStore(JobQueue):

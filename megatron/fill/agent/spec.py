@@ -9,8 +9,8 @@ from megatron.fill.device import Sharing
 from megatron.fill.operate.spec import MetricsSpec
 from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
-from megatron.fill.store.port import NewJob
 from megatron.fill.types import Quota
+from megatron.fill.work import NewJob
 
 
 @dataclass(frozen=True, slots=True)

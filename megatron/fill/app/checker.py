@@ -24,7 +24,6 @@ from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.examine import Examined, examine_command, examine_task
 from megatron.fill.trial.spec import CheckSpec
 from megatron.fill.untrusted import to_json
-from megatron.fill.worker.sandboxed import apply_environment
 
 _MOST_TRACE = 4000  # most characters of a traceback, from its end
 
@@ -78,7 +77,7 @@ def _look(
         answers, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(nowhere, fd)
-        apply_environment(group["env"])
+        host.apply_environment(group["env"])
         known: dict[str, Examined] = {}
         for number, job in zip(count(first), group["jobs"], strict=False):
             _tell(answers, begun=number)

@@ -45,6 +45,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.meter import own_version
 from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
+from megatron.fill.given.jobs import submitter
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
 from megatron.fill.linux.architecture import unordered
@@ -52,10 +53,9 @@ from megatron.fill.linux.host import process_started_ns
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import OpenSegment, SegmentEnding, Unwritten, begin_segment
 from megatron.fill.scheduler.policies import parse_policy
-from megatron.fill.store import NewJob
 from megatron.fill.store.location import database_file, locate, print_next, shown
-from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import RankInfo
+from megatron.fill.work import NewJob
 
 logger = logging.getLogger("pipefill")
 
@@ -108,7 +108,7 @@ class Launch:
                 settings, self.mps, search, on_gpu=not pipefill_patches.PATCHES["cpu_backend"].applied
             )
         if args.fill_jobs is not None:
-            self._jobs = [new_job(job, search, submitter()) for job in settings.jobs]
+            self._jobs = [job.to_submit(search, submitter()) for job in settings.jobs]
         if settings.pipeline_schedule == "gpipe":
             if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
                 raise ConfigError("--fill-pipeline-schedule gpipe does not interleave; expected no virtual stages")

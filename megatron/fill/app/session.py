@@ -29,8 +29,8 @@ from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.lastword import LastWord, Left
 from megatron.fill.records import AccountWriter, Unwritten, rank_file
-from megatron.fill.store import NewJob
 from megatron.fill.types import RankInfo
+from megatron.fill.work import NewJob
 
 logger = logging.getLogger("pipefill")
 

@@ -39,16 +39,15 @@ def submit(
 
     The store is created if it does not exist. --json prints a list of jobs as "show" does one, each with already_there.
     """
-    from megatron.fill.given.jobs import load_jobs
+    from megatron.fill.given.jobs import load_jobs, submitter
     from megatron.fill.store.location import print_next
-    from megatron.fill.store.submit import new_job, submitter
 
     search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
     owner = user or submitter()
     specs = load_jobs(jobs_file)
     if check:
         _look_at(jobs_file, specs, search)
-    new = [new_job(spec, search, owner) for spec in specs]
+    new = [spec.to_submit(search, owner) for spec in specs]
     with opened(store, create=True) as jobs:
         last = max((job.id for job in jobs.list(limit=1)), default=0)
         found, now_s = jobs.submit(new), jobs.now_s()

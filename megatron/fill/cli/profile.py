@@ -153,9 +153,8 @@ def _same(one: JobSpec, other: JobSpec) -> bool:
 
 
 def _key(spec: JobSpec, mark: str) -> str:
-    from megatron.fill.store.submit import new_job
 
-    return new_job(spec, [], "").work.profile_key(mark)
+    return spec.to_submit([], "").work.profile_key(mark)
 
 
 def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
@@ -169,14 +168,13 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
         raise NoSteps(spec.name)
     from megatron.fill.agent.admission import LIBRARY_SETTINGS
     from megatron.fill.profiles import MeasuredJob
-    from megatron.fill.store.submit import new_job
     from megatron.fill.untrusted import read_json
     from megatron.fill.worker.measure import NO_STEPS, MeasureSpec
     from megatron.fill.worker.profiler import PROFILE
     from megatron.fill.worker.steptimes import STEP_TIMES, KindTimes
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
-        measured = MeasureSpec(spec.name, new_job(spec, search, "").work, device, folder)
+        measured = MeasureSpec(spec.name, spec.to_submit(search, "").work, device, folder)
         path = Path(folder) / "spec.json"
         path.write_text(measured.to_json(), encoding="utf-8")
         print(f"measuring {spec.name} on {device}", file=sys.stderr)

@@ -23,7 +23,9 @@ A jobs file:
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -47,6 +49,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.problems import Place, explain, shown
 from megatron.fill.given.quantities import parse_bytes, parse_deadline, parse_timeout
+from megatron.fill.work import NewJob, Work
 
 _MOST_OF_ONE, _MOST_JOBS = 10_000, 100_000  # instances of one entry, and of all entries of a file
 _MOST_WAITS = 1_000_000  # pairs of a job and one that it waits for, in a file
@@ -156,6 +159,28 @@ class JobSpec(BaseModel):
         """``module:Class`` or the command line."""
         return self.task or shlex.join(self.command or ())
 
+    def to_submit(self, search: Sequence[str], user: str) -> NewJob:
+        """Return the job for ``JobStore.submit``.
+
+        Args:
+            search: absolute folders from which the task is imported, in addition to the installed packages.
+            user: submitting user, to whom the job belongs unless the file names another.
+        """
+        work = Work(
+            task=self.task,
+            command=self.command,
+            args=self.args,
+            memory_bytes=self.memory,
+            env=self.env,
+            search=tuple(search),
+            array=self.array,
+            timeout_s=self.timeout,
+            retries=self.retries,
+            after=self.after,
+            side_throughput=self.side_throughput,
+        )
+        return NewJob(self.name, work, self.user or user, self.priority, self.deadline)
+
 
 class JobsFile(BaseModel):
     """A whole jobs file."""
@@ -244,3 +269,11 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
         return expand(JobsFile.model_validate(data).jobs)
     except ValidationError as error:
         raise ConfigError(explain(error, JobsFile, where)) from error
+
+
+def submitter() -> str:
+    """The name of the calling user, or the user ID in a container without names."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -1,4 +1,4 @@
-"""Process settings that keep a worker from slowing the training down, and end it together with its parent."""
+"""Settings of a worker's process: how it stays out of the training's way, its end with its parent, its variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
@@ -119,3 +121,13 @@ def may_become(uid: int, gid: int, proc: Path = Path("/proc/self")) -> bool:
 def _has(number: int, ranges: str) -> bool:
     rows = (line.split() for line in ranges.splitlines())
     return any(int(first) <= number < int(first) + int(count) for first, _, count in rows)
+
+
+def apply_environment(job: Mapping[str, str]) -> None:
+    """Set the job's own variables, inside its sandbox.
+
+    Variables that the interpreter and the dynamic loader read at the start of a program take effect in programs that
+    the job starts; PYTHONPATH takes effect in the job itself, too.
+    """
+    os.environ.update(job)
+    sys.path.extend(folder for folder in job.get("PYTHONPATH", "").split(os.pathsep) if folder)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.fill.errors import JobError
-from megatron.fill.store.port import NewJob
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 _MAX_ID = 2**63 - 1
 

@@ -15,26 +15,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from megatron.fill.status import JobState, Status
-from megatron.fill.work import Work
-
-
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job to submit.
-
-    Attributes:
-        name: name unique among the unfinished jobs of a store.
-        work: work of the job.
-        user: user to whom fair sharing attributes it.
-        priority: greater is more urgent.
-        deadline_s: time by which it should be done; None for no deadline.
-    """
-
-    name: str
-    work: Work
-    user: str = ""
-    priority: int = 0
-    deadline_s: float | None = None
+from megatron.fill.work import NewJob, Work
 
 
 @dataclass(frozen=True, slots=True)

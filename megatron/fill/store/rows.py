@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
 
 from megatron.fill.status import JobState, Status
-from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
+from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.store.schema import NAMES_LOCK, devices, jobs, profiles
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 _UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
 _IDS_AT_A_TIME = 32

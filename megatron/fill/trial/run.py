@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.store import Job, open_store
-from megatron.fill.store.submit import new_job
 from megatron.fill.trial.judge import judge
 from megatron.fill.trial.result import Ended, Options, Trial
 from megatron.fill.trial.spec import StandInSpec
@@ -53,7 +52,7 @@ def try_job(
     store = open_store(where)
     try:
         alone = job.model_copy(update={"after": (), "retries": 0})
-        [submitted] = store.submit([new_job(alone, list(search), "")])
+        [submitted] = store.submit([alone.to_submit(list(search), "")])
         runs: list[TrialTraining] = []
         size_bytes = 0
         for name in ("first", "second") if options.round_trip and found.resumable else ("only",):

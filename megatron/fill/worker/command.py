@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from megatron.fill.pages.gate import GateReader, SharedGateReader
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.pages.watcher import ControlWatcher
+from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
 from megatron.fill.status import Cause, Then
 from megatron.fill.types import BubbleUse, Lack
-from megatron.fill.worker.sandboxed import apply_environment, start_sandboxed
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
 _GUARD_NS = 500_000  # time before the bubble's expected end at which a command is stopped
@@ -32,7 +31,7 @@ class CommandRun:
     """Runs one command to its end, or until the training is over.
 
     Args:
-        channel: socket to the agent, used until the command may begin.
+        start: starts the command's process in its sandbox, once the agent agrees (``worker.start_sandboxed``).
         view: the gate as this job's seat sees it, to wait for bubbles.
         gate: the gate itself, for the end of a bubble.
         stopping: returns True once the worker was asked to stop.
@@ -43,7 +42,7 @@ class CommandRun:
     def __init__(
         self,
         spec: WorkerSpec,
-        channel: socket.socket,
+        start: Callable[[Callable[[], None]], SandboxedProcess],
         view: GateReader,
         gate: SharedGateReader,
         log: StepLog,
@@ -52,7 +51,7 @@ class CommandRun:
         control: ControlReader,
     ) -> None:
         self.spec = spec
-        self.channel = channel
+        self._start = start
         self.view = view
         self.gate = gate
         self.log = log
@@ -65,7 +64,7 @@ class CommandRun:
     def run(self) -> Outcome:
         # This process only watches the clock, and must get the core when the bubble ends: it runs at normal priority,
         # while the command itself yields to the training.
-        command = StoppedCommand(start_sandboxed(self.spec, self.channel, self._become))
+        command = StoppedCommand(self._start(lambda: become_command(self.spec.work.command or ())))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
         # The command stops itself, at idle priority: continued before that, it would be stopped for the whole bubble.
         while not (command.await_stop(0.1, every_s=0.005) or self.gate.ended or self.stopping()):
@@ -93,10 +92,6 @@ class CommandRun:
         while code in _TERMINATED and not self.stopping() and time.monotonic() < end_s:
             time.sleep(0.01)
         return code in _TERMINATED and self.stopping()
-
-    def _become(self) -> None:
-        apply_environment(self.spec.env)
-        become_command(self.spec.work.command or ())
 
     def _cut(self, command: StoppedCommand) -> None:
         with self._lock:

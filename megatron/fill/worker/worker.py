@@ -17,7 +17,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
+from megatron.fill.errors import SandboxError
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
 from megatron.fill.pages.baton import Baton, TailGate
@@ -25,11 +27,11 @@ from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, map_log
+from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.worker.command import CommandRun
 from megatron.fill.worker.pacing import StepDevice, StepPages
-from megatron.fill.worker.sandboxed import apply_environment, end_as, start_sandboxed
-from megatron.fill.worker.spec import Outcome, WorkerSpec
+from megatron.fill.worker.spec import Outcome, SandboxReport, WorkerSpec
 from megatron.fill.worker.taskrun import TaskRun
 
 logger = logging.getLogger("pipefill.worker")
@@ -77,7 +79,6 @@ class Worker:
 
     def _inside(self) -> None:
         """Run the task; called in its own process, once it may begin."""
-        apply_environment(self.spec.env)
         baton = None if self.spec.tail else self.baton
         pages = StepPages(self.view, self.log, baton, self.control)
         TaskRun(self.spec, pages, self.board, self.stopping, self.device()).run().leave(self.log)
@@ -97,9 +98,47 @@ class Worker:
             self.baton.hold()
         self.log.unit = "seconds"
         left = (lambda seq: None) if self.spec.tail else self.baton.pass_on
-        return CommandRun(
-            self.spec, self.channel, self.view, self.gate, self.log, self.stopping, left, self.control
-        ).run()
+        start = partial(start_sandboxed, self.spec, self.channel)
+        return CommandRun(self.spec, start, self.view, self.gate, self.log, self.stopping, left, self.control).run()
+
+
+def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> SandboxedProcess:
+    """Start ``body`` in the spec's sandbox, report that, and let it run once the agent agrees.
+
+    Args:
+        channel: socket to the agent; closed when this returns.
+
+    Raises:
+        SystemExit: the sandbox cannot be set up, which is reported; or the agent has ended or gives the job up.
+    """
+    limits, user = spec.limits, spec.sandbox.user if spec.sandbox.user is not None else os.getuid()
+    # The kernel counts all tasks of the user, including those of other jobs, and those may become more.  The exact
+    # limit is the watch over this worker's own tasks; this one stops a job that creates them faster than that.
+    tasks = tasks_of(user) + 2 * limits.processes
+
+    def prepare() -> None:
+        channel.close()
+        host.yield_to_main_job(spec.cpus)
+        limit_resources(limits.memory_bytes if spec.device == "cpu" else None, tasks, limits.files)
+
+    def run() -> None:
+        os.chdir(spec.directory)
+        host.apply_environment(spec.env)
+        body()
+
+    try:
+        held = SandboxedProcess(spec.sandbox, prepare, run)
+    except SandboxError as error:
+        SandboxReport(error=str(error)).send(channel)
+        sys.exit(1)
+    SandboxReport(held.init, held.pid, tuple(held.lacking)).send(channel)
+    wanted = channel.recv(1)
+    channel.close()
+    if not wanted:
+        held.kill()
+        sys.exit(1)
+    held.let_go()
+    return held
 
 
 def main(*given: str) -> None:
@@ -128,4 +167,14 @@ def run(
     os.environ.update(spec.environment)
     code = kind(spec, fds[0], channel).hold()
     end_descendants()  # without a process namespace, processes of the job may have become children of this one
-    end_as(code)
+    _end_as(code)
+
+
+def _end_as(code: int) -> NoReturn:
+    """End this process with the job's exit status, or by the same signal if ``code`` is negative."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    os._exit(max(code, 0))

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.fill.agent.admission import JobUser, check_reach, default_user, environment, find_user, refusal, told
 from megatron.fill.errors import ConfigError
+from megatron.fill.linux.host import apply_environment
 from megatron.fill.work import Work
-from megatron.fill.worker.sandboxed import apply_environment
 from megatron.fill.worker.spec import WorkerSpec
 from tests.support.fakes import worker_spec
 

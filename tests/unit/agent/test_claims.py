@@ -14,9 +14,9 @@ from megatron.fill.agent.watch import progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.status import Status
-from megatron.fill.store.port import DeviceEntry, NewJob, Progress, Standing
+from megatron.fill.store.port import DeviceEntry, Progress, Standing
 from megatron.fill.types import JobState
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import until
 

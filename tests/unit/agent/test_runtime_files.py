@@ -25,9 +25,8 @@ from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, create_log, map_log
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.status import Cause, Then
-from megatron.fill.store.port import NewJob
 from megatron.fill.types import BubbleUse, Lack
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from megatron.fill.worker.spec import Outcome
 from tests.support.memory_store import MemoryStore
 

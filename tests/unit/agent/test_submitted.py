@@ -8,8 +8,7 @@ import pytest
 
 from megatron.fill.agent.claims import SUBMITTED, forget_submitted, not_yet_submitted, note_submitted
 from megatron.fill.errors import FillError
-from megatron.fill.store.port import NewJob
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 PI = NewJob("pi", Work("m:Pi", args={"points": 5}, search=("/here",)))
 E = NewJob("e", Work("m:E"))

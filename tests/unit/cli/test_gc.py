@@ -17,9 +17,9 @@ from megatron.fill.folders import PARTS, PRIVATE, lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.records import SegmentEnding
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store import Job, NewJob, Progress, open_store
+from megatron.fill.store import Job, Progress, open_store
 from megatron.fill.store.sql import SqlStore
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.segments import write_segment
 
 DAY_S = 86400

@@ -15,10 +15,10 @@ import pytest
 
 from megatron.fill.cli import main, views
 from megatron.fill.status import Cause, Status
-from megatron.fill.store import JobStore, NewJob, Progress, open_store
+from megatron.fill.store import JobStore, Progress, open_store
 from megatron.fill.trial import check
 from megatron.fill.types import JobState
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 JOBS = """
 jobs:

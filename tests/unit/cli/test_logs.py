@@ -14,9 +14,9 @@ import pytest
 from megatron.fill.cli import main
 from megatron.fill.folders import output_file
 from megatron.fill.status import Status
-from megatron.fill.store import Claim, JobStore, NewJob, Progress, open_store
+from megatron.fill.store import Claim, JobStore, Progress, open_store
 from megatron.fill.types import JobState
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 
 @pytest.fixture

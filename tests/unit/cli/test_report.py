@@ -13,9 +13,9 @@ import pytest
 from megatron.fill.cli import main
 from megatron.fill.records import SegmentEnding
 from megatron.fill.status import Status
-from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.store import Progress, open_store
 from megatron.fill.types import JobState, Prices
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.segments import write_segment
 from tests.support.synthetic import synthetic_run
 

@@ -13,8 +13,8 @@ import pytest
 
 from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.records import begin_segment, rank_file, read_segments, write_agent, write_rank
-from megatron.fill.store import NewJob, open_store
-from megatron.fill.work import Work
+from megatron.fill.store import open_store
+from megatron.fill.work import NewJob, Work
 from tests.support.synthetic import synthetic_run
 from tests.support.waiting import until
 

@@ -12,9 +12,9 @@ import pytest
 
 from megatron.fill.cli import main
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.store import Progress, open_store
 from megatron.fill.types import Prices, Quota
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.segments import write_segment
 from tests.support.synthetic import synthetic_run
 

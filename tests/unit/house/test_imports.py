@@ -35,9 +35,9 @@ RULES: dict[str, set[str]] = {
     "sandbox": {"errors", "folders", "linux", "spec"},
     "device": {"display", "errors", "linux"},
     # What users give, what jobs are, and where they wait.
-    "given": {"errors", "types", "untrusted"},
+    "given": {"errors", "types", "untrusted", "work"},
     "config": {"errors", "given"},
-    "store": {"errors", "given", "status", "types", "work"},
+    "store": {"errors", "status", "types", "work"},
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},
     # What is decided.

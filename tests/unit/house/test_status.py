@@ -21,10 +21,10 @@ from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.cli import main
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import CAUSES, FOLLOWS, Cause, JobState, Status, Then, why
-from megatron.fill.store import NewJob, open_store
+from megatron.fill.store import open_store
 from megatron.fill.store.port import Standing
 from megatron.fill.trial import check, run
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from megatron.fill.worker.spec import Outcome
 from tests.support.memory_store import MemoryStore
 from tests.support.posts import post

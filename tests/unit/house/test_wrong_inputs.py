@@ -17,8 +17,8 @@ from megatron.fill.app.launch import Launch
 from megatron.fill.cli import main
 from megatron.fill.errors import RANK_0_S, FillError
 from megatron.fill.given.plainyaml import parse_yaml
-from megatron.fill.store import NewJob, open_store
-from megatron.fill.work import Work
+from megatron.fill.store import open_store
+from megatron.fill.work import NewJob, Work
 from pipefill_patches.arguments import add_fill_arguments, tell_briefly
 from tests.support import wrong_calls, wrong_files
 

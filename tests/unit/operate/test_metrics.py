@@ -23,9 +23,9 @@ import pytest
 from megatron.fill.given.settings import load_settings
 from megatron.fill.operate.spec import OTLP, MetricsSpec
 from megatron.fill.records import begin_segment, rank_file, read_segments, write_agent, write_rank
-from megatron.fill.store import NewJob, open_store
+from megatron.fill.store import open_store
 from megatron.fill.types import BrakeEvent
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.extras import needs
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run
 from tests.support.waiting import until

@@ -22,9 +22,9 @@ from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.moving import RankStanding, find_standings, stillness
 from megatron.fill.pages.pulse import Pulse
 from megatron.fill.rank.stillness import StillnessWatch
-from megatron.fill.store import NewJob, open_store
+from megatron.fill.store import open_store
 from megatron.fill.types import BubbleKind, RankInfo
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.children import Child
 from tests.support.waiting import until
 

@@ -20,9 +20,8 @@ from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobPr
 from megatron.fill.scheduler.estimate import estimate_s
 from megatron.fill.scheduler.policies import DEFAULT_POLICY, MOST_JOBS, POLICIES, STEADY, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
-from megatron.fill.store.port import NewJob
 from megatron.fill.types import BubbleKind
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 
 HERE, THERE = DeviceState("here"), DeviceState("there")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store import Claim, JobStore, NewJob, Progress, open_store
-from megatron.fill.work import Work
+from megatron.fill.store import Claim, JobStore, Progress, open_store
+from megatron.fill.work import NewJob, Work
 
 DONE = Status(JobState.SUCCEEDED, Cause.FINISHED)
 PROGRESS = Progress(3, 10, steps=3)

@@ -8,9 +8,9 @@ import sqlite3
 import pytest
 
 from megatron.fill.errors import StoreError
-from megatron.fill.store import NewJob, filesystem, open_store
+from megatron.fill.store import filesystem, open_store
 from megatron.fill.store.filesystem import network_file_system
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -19,11 +19,11 @@ from sqlalchemy import create_engine, text
 
 from megatron.fill.errors import StoreError
 from megatron.fill.status import JobState, Status
-from megatron.fill.store import DeviceEntry, NewJob, Progress, migrate, open_store
+from megatron.fill.store import DeviceEntry, Progress, migrate, open_store
 from megatron.fill.store.location import has_password, locate, password_files, shown
 from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
 from megatron.fill.store.sql import SqlStore
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

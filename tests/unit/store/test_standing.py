@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.status import Status
-from megatron.fill.store import JobStore, NewJob, Progress, open_store
+from megatron.fill.store import JobStore, Progress, open_store
 from megatron.fill.store.standing import standing
 from megatron.fill.types import JobState
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 
 WORK = Work("m:C")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store import Claim, DeviceEntry, JobStore, NewJob, Progress
+from megatron.fill.store import Claim, DeviceEntry, JobStore, Progress
 from megatron.fill.store.sql import SqlStore
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 
 NAMES = st.sampled_from(["a", "b", "2"])

@@ -11,14 +11,14 @@ from rich.console import Console
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import Cause, JobState, Status, Then
-from megatron.fill.store.port import Job, NewJob, Progress
+from megatron.fill.store.port import Job, Progress
 from megatron.fill.trial.judge import judge
 from megatron.fill.trial.printed import print_trial
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Trial
 from megatron.fill.trial.run import _Waiting, refused
 from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, JobRecord, RankInfo, RankRecord, WorkerRecord
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 
 MS = 1_000_000

@@ -9,12 +9,12 @@ import pytest
 from megatron.fill.app.standin import wait_in_bubbles
 from megatron.fill.errors import FillError
 from megatron.fill.status import Status
-from megatron.fill.store.port import Job, NewJob
+from megatron.fill.store.port import Job
 from megatron.fill.trial import train as module
 from megatron.fill.trial.spec import StandInSpec
 from megatron.fill.trial.train import train
 from megatron.fill.types import BubbleKind, JobState
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 
 

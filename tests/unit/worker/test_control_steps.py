@@ -7,6 +7,7 @@ import signal
 import socket
 import struct
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from megatron.fill.worker.command import CommandRun
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import StepPages
 from megatron.fill.worker.spec import Outcome
+from megatron.fill.worker.worker import start_sandboxed
 from tests.support.waiting import until
 
 FAR_NS = 10**18
@@ -123,7 +125,16 @@ def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
         host.adopt_orphans()
         reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
         heard = lambda: os.fstat(told_fd).st_size > 0  # noqa: E731
-        found = CommandRun(spec, channel, reader, reader, StepLog(log_fd), heard, lambda seq: None, control).run()
+        found = CommandRun(
+            spec,
+            partial(start_sandboxed, spec, channel),
+            reader,
+            reader,
+            StepLog(log_fd),
+            heard,
+            lambda seq: None,
+            control,
+        ).run()
         (tmp_path / "scratch").write_text(repr(found))
         os.replace(tmp_path / "scratch", out)
 
@@ -149,7 +160,16 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
         host.adopt_orphans()
         reader = SharedGateReader(gate.reader_fd())
         control = ControlReader(page.reader_fd())
-        CommandRun(spec, channel, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()
+        CommandRun(
+            spec,
+            partial(start_sandboxed, spec, channel),
+            reader,
+            reader,
+            StepLog(log_fd),
+            lambda: False,
+            lambda seq: None,
+            control,
+        ).run()
 
     child(work)
     gate.open(FAR_NS, 0)

@@ -17,9 +17,9 @@ from megatron.fill.cli import main  # noqa: E402
 from megatron.fill.errors import TaskError  # noqa: E402
 from megatron.fill.folders import output_file  # noqa: E402
 from megatron.fill.status import Cause, JobState, Status  # noqa: E402
-from megatron.fill.store import NewJob, Progress, open_store  # noqa: E402
+from megatron.fill.store import Progress, open_store  # noqa: E402
 from megatron.fill.wings.llm.evaluations import publish, read_evaluations, write_evaluations  # noqa: E402
-from megatron.fill.work import Work  # noqa: E402
+from megatron.fill.work import NewJob, Work  # noqa: E402
 from tests.wings.llm.test_llm_evaluate import checkpoint, data, run, task  # noqa: E402, F401
 
 TASK = "megatron.fill.wings.llm:EvaluateCheckpoints"

@@ -12,14 +12,14 @@ from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile, cycle_to_dict
 from megatron.fill.scheduler.policies import POLICIES, parse_policy
 from megatron.fill.status import Status
-from megatron.fill.store.port import DeviceEntry, NewJob, Progress
+from megatron.fill.store.port import DeviceEntry, Progress
 from megatron.fill.types import BubbleKind, JobState
 from megatron.fill.wings.sim.cluster.fleet import FleetDevice
 from megatron.fill.wings.sim.cluster.queue import Queue, RankedQueue, SteadyQueue
 from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.cluster.sight import FullSight, Waiting
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel, SimJob
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 
 MS, MIB = 1_000_000, 1 << 20

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.status import Status
-from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.store import Progress, open_store
 from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
 from megatron.fill.wings.sim.filljobs.trace import load_trace, parse_duration, write_trace
 from megatron.fill.wings.sim.values import SimJob
-from megatron.fill.work import Work
+from megatron.fill.work import NewJob, Work
 from tests.support.clusters import kind, profile
 
 FAST = kind("fast", profile(1, 10, 4))  # 100 a second

@@ -236,13 +236,12 @@ def _found_or_new(jobs: JobStore, name: str, args: dict[str, Any], memory: str |
     """
     from pydantic import ValidationError
 
-    from megatron.fill.given.jobs import JobSpec
+    from megatron.fill.given.jobs import JobSpec, submitter
     from megatron.fill.given.problems import explain
-    from megatron.fill.store.submit import new_job, submitter
 
     fields = {"name": name, "task": _TASK, "args": args} | ({} if memory is None else {"memory": memory})
     try:
-        new = new_job(JobSpec.model_validate(fields), [], submitter())
+        new = JobSpec.model_validate(fields).to_submit([], submitter())
     except ValidationError as error:
         raise ConfigError(explain(error, JobSpec, lambda place: (f"job {name!r}", place))) from None
     known = jobs.states([name])
