@@ -17,8 +17,9 @@ from __future__ import annotations
 from megatron.fill.records.account import BLIND, AccountRecord, AccountWriter, read_accounts
 from megatron.fill.records.agent import AgentFile, attempts_text, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
-from megatron.fill.records.live import Estimate, IterationTime, LiveRank, LiveSegment, Sample, SampledBubble, slowdown
+from megatron.fill.records.live import Estimate, IterationTime, LiveRank, LiveSegment, slowdown
 from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank, write_rank
+from megatron.fill.records.sampling import Sample
 from megatron.fill.records.segment import (
     NoRecords,
     OpenSegment,
@@ -49,7 +50,6 @@ __all__ = [
     "RankFiles",
     "RankWriter",
     "Sample",
-    "SampledBubble",
     "Segment",
     "SegmentEnding",
     "Table",

@@ -21,13 +21,13 @@ from pydantic_core import from_json
 from megatron.fill.errors import FillError
 from megatron.fill.records.agent import Attempts
 from megatron.fill.records.files import RECORD_VERSION
+from megatron.fill.records.sampling import Sample, SampledBubble, Samples
 from megatron.fill.records.segment import Segment
 from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, RankInfo
 
 _RECENT = 4096  # iterations that the slowdown is estimated from
 _LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 4, its pauses at least 64
 _FEWEST_PAIRS = 4
-_MOST_SAMPLES = 100
 # After 200 filled iterations jobs count as settled in any case, or with the paired block that follows.
 _LONGEST_SETTLING = 256
 
@@ -55,29 +55,6 @@ class IterationTime(NamedTuple):
 
 
 @dataclass(slots=True)
-class SampledBubble:
-    """A bubble of a sampled iteration; ``job`` had steps in it for ``harvested_ns``, as far as is known."""
-
-    kind: str
-    start_ns: int
-    end_ns: int
-    seq: int
-    job: str = ""
-    harvested_ns: int = 0
-
-
-@dataclass(slots=True)
-class Sample:
-    """A sampled iteration of a rank, by the monotonic clock of its node."""
-
-    iteration: int
-    start_ns: int = 0
-    end_ns: int = 0
-    filling: bool = False
-    bubbles: list[SampledBubble] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class LiveRank:
     """The sums of one rank.
 
@@ -92,8 +69,7 @@ class LiveRank:
         settled_after: last iteration in which jobs of some rank set themselves up; 0 before that is known.
         first_filled: duration in ns of the bubbles of each of the first filled iterations, and the number of its last.
         early_ns: time in ``harvested_ns`` before jobs had settled, as far as the uses are still recorded.
-        sample: one iteration of so many is sampled; 0 for none.
-        samples: the latest sampled iterations by number, and such of which only bubbles are known so far.
+        samples: its sampled iterations.
     """
 
     info: RankInfo
@@ -114,16 +90,7 @@ class LiveRank:
     settled_after: int = 0
     first_filled: dict[int, tuple[int, int]] = field(default_factory=dict)
     early_ns: int = 0
-    sample: int = 0
-    samples: dict[int, Sample] = field(default_factory=dict)
-
-    def sampled(self, iteration: int) -> Sample | None:
-        """Return the sample of an iteration, a new one if there is none; None unless it is sampled."""
-        if not self.sample or iteration <= 0 or iteration % self.sample:
-            return None
-        while len(self.samples) > _MOST_SAMPLES:
-            del self.samples[min(self.samples)]
-        return self.samples.setdefault(iteration, Sample(iteration))
+    samples: Samples = field(default_factory=Samples)
 
     @property
     def settling_ns(self) -> int:
@@ -182,7 +149,7 @@ class _RankTail:
             if first is None:
                 return
             _check(first)
-            old, self.rank = self.rank, LiveRank(RankInfo(**first["info"]), sample=self._sample)
+            old, self.rank = self.rank, LiveRank(RankInfo(**first["info"]), samples=Samples(self._sample))
             if old is not None:  # of its jobs
                 self.rank.ended, self.rank.overruns, self.rank.overrun_ns = old.ended, old.overruns, old.overrun_ns
         for content in lines:
@@ -203,9 +170,9 @@ def _add(rank: LiveRank, content: dict[str, Any]) -> None:
         rank.iteration_ns += sum(durations)
         rank.iteration, rank.ended_ns = its["iteration"][-1], ends[-1]
         rank.recent.extend(map(IterationTime, its["iteration"], durations, its["filling"], its["block"]))
-        if rank.sample:
+        if rank.samples.every:
             for iteration, start, end, filling in zip(its["iteration"], starts, ends, its["filling"], strict=True):
-                if (sample := rank.sampled(iteration)) is not None:
+                if (sample := rank.samples.of(iteration)) is not None:
                     sample.start_ns, sample.end_ns, sample.filling = start, end, filling
     rank.settled_after = content.get("settled_after", rank.settled_after)
     if its := content.get("bubbles"):
@@ -215,7 +182,7 @@ def _add(rank: LiveRank, content: dict[str, Any]) -> None:
         ):
             if not forward_only:
                 rank.bubble_ns[kind] += end - start
-                if index >= 0 and (sample := rank.sampled(iteration)) is not None:
+                if index >= 0 and (sample := rank.samples.of(iteration)) is not None:
                     sample.bubbles.append(SampledBubble(kind, start, end, seq))
             if filling:
                 rank.fillable_ns += end - start
@@ -271,7 +238,7 @@ class LiveSegment:
                 self._overruns(rank, key, [(use.seq, use.overrun_ns) for use in worker.uses])
                 uses = [(use.seq, use.harvested_ns) for use in worker.uses]
                 self._add_early(rank, (key, uses))
-                _name_jobs(rank, job.name, uses)
+                rank.samples.use(job.name, uses)
             if rank.settling_seq >= 0:
                 for used in self._first.pop(number, []):
                     self._add_early(rank, used)
@@ -294,7 +261,7 @@ class LiveSegment:
                 key, its = (number, job["directory"], job["attempt"]), worker["uses"]
                 self._overruns(rank, key, zip(its["seq"], its["overrun_ns"], strict=True))
                 used = key, list(zip(its["seq"], its["harvested_ns"], strict=True))
-                _name_jobs(rank, job["name"], used[1])
+                rank.samples.use(job["name"], used[1])
                 if rank.settling_seq >= 0:
                     self._add_early(rank, used)
                 elif len(rank.first_filled) < _LONGEST_SETTLING:
@@ -317,10 +284,8 @@ class LiveSegment:
     def samples(self) -> Iterator[tuple[LiveRank, Sample]]:
         """Yield the sampled iterations that are complete and were not yielded before."""
         for rank in self.ranks.values():
-            for number in sorted(number for number in rank.samples if number < rank.iteration):
-                sample = rank.samples.pop(number)
-                if sample.end_ns:
-                    yield rank, sample
+            for sample in rank.samples.take(rank.iteration):
+                yield rank, sample
 
     @property
     def bubble_share(self) -> float:
@@ -345,15 +310,6 @@ class LiveSegment:
     def jobs_done(self) -> int:
         """The number of jobs that succeeded since the training was started."""
         return sum(n for rank in self.ranks.values() for (state, _), n in rank.ended.items() if state == "SUCCEEDED")
-
-
-def _name_jobs(rank: LiveRank, job: str, uses: Iterable[tuple[int, int]]) -> None:
-    """Give sampled bubbles the job that used them."""
-    bubbles = {bubble.seq: bubble for sample in rank.samples.values() for bubble in sample.bubbles if bubble.seq}
-    if bubbles:
-        for seq, harvested_ns in uses:
-            if harvested_ns and (bubble := bubbles.get(seq)) is not None:
-                bubble.job, bubble.harvested_ns = job, harvested_ns
 
 
 def _ratio(part: int, whole: int) -> float:
