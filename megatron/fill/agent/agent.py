@@ -25,6 +25,7 @@ from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.jobmapping import open_mapping
 from megatron.fill.agent.ledger import AttemptLedger
+from megatron.fill.agent.logfile import turn_over
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.metrics import MetricsServer
 from megatron.fill.agent.mover import Mover
@@ -221,7 +222,7 @@ class Agent:
 
         The latest record is all that is left of an agent that is killed.
         """
-        shows = [self.context.ledger.write, self._show_reasons, self._show_figures]
+        shows = [self.context.ledger.write, self._show_reasons, self._show_figures, turn_over]
         if self._metrics is not None:
             shows.append(self._metrics.keep)
         if self.context.mapping is not None:

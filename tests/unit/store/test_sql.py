@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from megatron.fill.store.location import has_password, locate, password_files, s
 from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.work import NewJob, Work
+from tests.support.postgres import NoPostgres, PrivatePostgres
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -32,6 +34,25 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/jobs.db"
     return request.getfixturevalue("postgres").new_database()
+
+
+def test_a_url_of_several_hosts_follows_a_failover():
+    """The second server has its tables from before; what a standby had copied would be in them."""
+    pytest.importorskip("psycopg", reason="needs the extra postgres")
+    try:
+        with PrivatePostgres() as first, PrivatePostgres() as second:
+            urls = [server.new_database() for server in (first, second)]
+            for url, name in zip(urls, ("in-first", "in-second"), strict=True):
+                with closing(open_store(url)) as store:
+                    store.submit([job(name)])
+            both = f"{urls[0]},{second.folder}&target_session_attrs=read-write"
+            with closing(open_store(both)) as store:
+                assert [one.name for one in store.list()] == ["in-first"]
+                first.stop()
+                assert [one.name for one in store.list()] == ["in-second"]
+                first.start()
+    except NoPostgres as error:
+        pytest.skip(str(error))
 
 
 def job(name: str = "pi") -> NewJob:
