@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.fill.wings.configure.room import memory
 from megatron.fill.wings.mainjob.held import micro_batch
-from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from scripts.benchmarks.memory_tracker import StorageTracker
 from scripts.benchmarks.memory_truth import Asked, truths
@@ -37,6 +37,15 @@ EXPERTS = ModelSpec(
     hidden_dropout=False,
     attention_dropout=False,
 )
+LATENT = replace(
+    EXPERTS,
+    layers=4,
+    query_groups=None,
+    latent=Latent(query=192, keys=128, head=32, rotated=16, value=32),
+    dense_layers=1,
+    dense_ffn=2048,
+    predicted=1,
+)
 SHARED = replace(EXPERTS, layers=4, shared_width=2048)
 VIRTUAL: dict[str, Any] = {"chunks": 2, "schedule": "interleaved", "global_batch": 2}
 WIDE = replace(EXPERTS, layers=8, ffn_hidden=4096, experts=0, experts_per_token=1)
@@ -51,6 +60,8 @@ CASES = [
     ((WIDE, Parallel(pp=2, global_batch=2, **SELECTIVE)), 0),
     ((SHARED, Parallel(pp=2, global_batch=2, **SELECTIVE)), 0),
     ((SHARED, Parallel(pp=2, global_batch=2, recompute=Recompute.SELECTIVE, recompute_modules=("shared_experts",))), 0),
+    ((LATENT, Parallel(pp=2, global_batch=2)), 0),
+    ((LATENT, Parallel(pp=2, global_batch=2)), 1),
     ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
 ]
 

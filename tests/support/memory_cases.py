@@ -136,8 +136,19 @@ def model_flags(model: ModelSpec) -> list[str]:
         *("--num-attention-heads", str(model.heads), "--seq-length", str(model.sequence)),
         *("--max-position-embeddings", str(model.positions or model.sequence)),
         *("--position-embedding-type", "learned_absolute" if model.positions else "rope"),
-        *("--vocab-size", str(model.vocabulary - 1), "--ffn-hidden-size", str(model.ffn)),
+        *("--vocab-size", str(model.vocabulary - 1), "--ffn-hidden-size", str(model.dense_ffn or model.ffn)),
     ]
+    if model.latent is not None:
+        latent = model.latent
+        flags += ["--multi-latent-attention", "--qk-layernorm", "--no-rope-fusion", "--kv-lora-rank", str(latent.keys)]
+        flags += ["--qk-head-dim", str(latent.head), "--qk-pos-emb-head-dim", str(latent.rotated)]
+        flags += ["--v-head-dim", str(latent.value)]
+        flags += ["--q-lora-rank", str(latent.query)] if latent.query else []
+    if model.dense_layers:
+        rest = model.layers - model.dense_layers
+        flags += ["--moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{rest})", "--moe-ffn-hidden-size", str(model.ffn)]
+    if model.predicted:
+        flags += ["--mtp-num-layers", str(model.predicted)]
     if model.groups < model.heads:
         flags += ["--group-query-attention", "--num-query-groups", str(model.groups)]
     if model.experts:
@@ -160,7 +171,13 @@ def asked(case: Case, stage: int) -> Asked:
     """The first rank of a stage."""
     model, its = case
     precision = {Precision.BF16: ["--bf16"], Precision.FP16: ["--fp16"], Precision.FP32: []}[its.precision]
-    flags = [*model_flags(model), *layout_flags(its), "--global-batch-size", str(its.global_batch), *precision]
+    flags = [
+        *model_flags(model),
+        *layout_flags(its, model.predicted),
+        "--global-batch-size",
+        str(its.global_batch),
+        *precision,
+    ]
     return Asked(tuple(flags), stage * its.gpus // its.pp, its.gpus)
 
 

@@ -52,7 +52,7 @@ def test_measured_peaks_are_grouped_and_superseded_ones_told_apart(tmp_path):
         (name, "a100", size, json.dumps(flags)) for (name, flags), size in zip(kinds, exact, strict=True) for _ in "123"
     ]
     old = ("gpt/a", "old", 2 * exact[0], json.dumps(GPT))
-    odd = ("gpt/odd", "a100", exact[0], json.dumps(GPT | {"--fp8-format": "hybrid"}))
+    odd = ("gpt/odd", "a100", exact[0], json.dumps(GPT | {"--fp4-format": "e2m1"}))
     peaks(tmp_path, [*rows, old, odd])
     found = measure_gpu_memory(tmp_path)
     assert found["expressible"] == 13 / 14
@@ -64,7 +64,7 @@ def test_measured_peaks_are_grouped_and_superseded_ones_told_apart(tmp_path):
     assert found["held_by_interval_current"] == 1
     assert found["held_by_interval_families"] == 0  # each kind of model has one
     assert "te flash none bf16 experts cp1" in found["groups"]
-    assert "FP8" in found["recipes"]["gpt/odd"]
+    assert "FP4" in found["recipes"]["gpt/odd"]
 
 
 def test_the_interval_goes_up_to_unfused_attention_where_flags_leave_it_open(tmp_path):

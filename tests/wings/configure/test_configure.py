@@ -247,13 +247,16 @@ def test_when_nothing_fits_it_says_what_excludes_all():
     [
         (FLAGS.replace("--hidden-size 512 ", ""), "--hidden-size is missing"),
         (FLAGS + " --micro-batch-size x", "--micro-batch-size is 'x': expected a whole number above 0"),
-        (FLAGS + " --kv-channels 7", "--kv-channels is 7: expected --hidden-size over --num-attention-heads, 64;"),
+        (FLAGS + " --multi-latent-attention --v-head-dim x", "--v-head-dim is 'x': expected a whole number above 0"),
+        (FLAGS + " --num-experts 2 --moe-layer-freq [1]*1+[0]*1", "expected 1, or layers without experts before all"),
+        (FLAGS + " --recompute-modules mlp", "--recompute-modules has mlp: expected --disable-bias-linear with it"),
         (FLAGS + " --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
         ("12 " + FLAGS, "'12' belongs to no flag"),
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
         (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),
         (FLAGS + " --num-layer 3", "--num-layer is no flag of Megatron; expected --num-layers"),
-        (f"{FLAGS} {BY_HAND} Et|tmL", "multi-token prediction is not weighed; expected no m"),
+        (f"{FLAGS} {BY_HAND} Emt|tL", "m only before L"),
+        (f"{FLAGS} {BY_HAND} Et*6|t*6mL --pipeline-model-parallel-size 2", "has 1 m: expected --mtp-num-layers, 0"),
         (f"{FLAGS} {BY_HAND} t|EtL", "expected E first, L last"),
         (f"{FLAGS} {BY_HAND} E((t*999)*999)*999L", "expected E first, L last"),
         (f"{FLAGS} {BY_HAND} Et|tL", "has 2 stages: expected --pipeline-model-parallel-size with it"),
@@ -265,11 +268,10 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         *(
             (f"{FLAGS} {flag}", f"{flag.split()[0]}: .* is not weighed")
             for flag in (
-                "--mtp-num-layers 1",
                 "--hybrid-layer-pattern MM",
                 "--fp4-format e2m1",
                 "--optimizer-cpu-offload",
-                "--multi-latent-attention",
+                "--fine-grained-activation-offloading",
             )
         ),
     ],
@@ -284,6 +286,8 @@ def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
     assert read_flags([*FLAGS.split(), "--kv-channels", "64", "--moe-ffn-hidden-size", "96"]).model == plain
     experts = [*FLAGS.split(), "--num-experts", "8", "--ffn-hidden-size", "512", "--moe-ffn-hidden-size", "96"]
     assert read_flags(experts).model.ffn == 96
+    wide = read_flags([*FLAGS.split(), "--kv-channels", "128"]).model
+    assert (wide.query_width, wide.attention_parameters) == (2 * plain.hidden, 2 * plain.attention_parameters)
     assert read_flags([*FLAGS.split(), "--swiglu"]).model.ffn == 1344  # two thirds, a multiple of 64
 
 

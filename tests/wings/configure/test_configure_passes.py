@@ -239,7 +239,9 @@ def test_only_layouts_whose_tensor_parallelism_was_measured_are_proposed(tmp_pat
         ("--bf16", "the run is in bf16; expected fp32, as in the flags"),
         ("--swiglu", "the run's model has swiglu True; expected False"),
         ("--tensor-model-parallel-size 2", "the run has 2 ranks for 2 tensor-parallel ranks of 2 stages"),
-        ("--fp8-format hybrid", "the command of the run: --fp8-format: FP8 is not weighed"),
+        ("--fp8-format hybrid", "the run is in FP8; expected the same"),
+        ("--mtp-num-layers 1", "expected 0, as in the flags"),
+        ("--fp4-format e2m1", "the command of the run: --fp4-format: FP4 is not weighed"),
         ("--pipeline-model-parallel-size 1", "the run has one stage; expected two or more"),
     ],
 )

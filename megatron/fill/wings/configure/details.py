@@ -45,7 +45,7 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
     engine = impl != "local" and _value(flags, "--spec") != "local"
     backend = _value(flags, "--attention-backend") or "auto"
     half = "--bf16" in flags or "--fp16" in flags
-    flash = engine and half and backend not in ("unfused", "local") and model.hidden // model.heads <= _MOST_HEAD
+    flash = engine and half and backend not in ("unfused", "local") and model.head <= _MOST_HEAD
     deterministic = "--deterministic-mode" in flags
     deferred: int | None = 0
     if "--defer-embedding-wgrad-compute" in flags:
@@ -56,11 +56,12 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         transformer_engine=engine,
         flash=flash,
         fused_softmax="--no-masked-softmax-fusion" not in flags,
-        turned=flash and backend != "fused",
+        turned=flash and backend != "fused" and model.latent is None,  # its heads are of two widths: cuDNN's
         masked="--no-create-attention-mask-in-dataloader" not in flags,
         fused_loss=fused_loss,
         deferred=deferred,
         deterministic=deterministic,
+        fp8=engine and _value(flags, "--fp8-format") is not None,
         undecided=flash and deterministic and backend == "auto",
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.known import check_name, is_neutral
-from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 
 _SHARED = "--moe-shared-expert-intermediate-size"
@@ -23,11 +23,21 @@ _MODEL = {
     "--num-query-groups": "query_groups",
     "--num-experts": "experts",
     "--moe-router-topk": "experts_per_token",
+    "--mtp-num-layers": "predicted",
+    "--kv-channels": "channels",
     _SHARED: "shared_width",
 }
+_LATENT_FLAG = "--multi-latent-attention"
+_LATENT = {  # of multi-latent attention, with Megatron's defaults
+    "--q-lora-rank": ("query", 0),
+    "--kv-lora-rank": ("keys", 32),
+    "--qk-head-dim": ("head", 128),
+    "--qk-pos-emb-head-dim": ("rotated", 64),
+    "--v-head-dim": ("value", 128),
+}
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
-_CHANNELS, _EXPERT_WIDTH = "--kv-channels", "--moe-ffn-hidden-size"
-_NUMBERS = ("--global-batch-size", "--make-vocab-size-divisible-by", "--padded-vocab-size", _CHANNELS, _EXPERT_WIDTH)
+_EXPERT_WIDTH, _PATTERN = "--moe-ffn-hidden-size", "--moe-layer-freq"
+_NUMBERS = ("--global-batch-size", "--make-vocab-size-divisible-by", "--padded-vocab-size", _EXPERT_WIDTH, *_LATENT)
 _LAYOUT = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",
@@ -50,7 +60,8 @@ _RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has it
 _UNTIMED = ("--expert-tensor-parallel-size",)  # weighed in memory and links, but not what such ranks gather
 _RANK_ORDER = "--use-tp-pp-dp-mapping"
 _MODULES = "--recompute-modules"
-_WEIGHED = ("core_attn", "mlp", "moe", "shared_experts")
+_WEIGHED = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
+_FIRST_DENSE = re.compile(r"\[0\](?:\*([0-9]{1,4}))?\+\[1\]\*([0-9]{1,4})")
 _LAYOUT_TEXT = "--pipeline-model-parallel-layout"
 _REPEATED = re.compile(r"(?:\(([^()]+)\)|([^()*]))\*([0-9]{1,3})(?![0-9])")
 _LONGEST = 10_000  # letters of a layout
@@ -104,6 +115,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     given = _pairs(tokens)
     layout = _LAYOUT | _ENDS if ends else _LAYOUT
     ignored: list[str] = []
+    pattern = "1"
+    later: int | None = None
     for flag, value in given:
         if not ends:
             check_name(flag)
@@ -118,7 +131,7 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
             fixed["recompute_modules"] = _modules(value)
             continue
         elif flag == _LAYOUT_TEXT:
-            fixed["stage_layers"] = _stage_layers(" ".join(value or ()))
+            fixed["stage_layers"], later = _stage_layers(" ".join(value or ()))
             continue
         elif flag in _SWITCHES:
             fixed[_SWITCHES[flag]] = True
@@ -126,6 +139,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         elif flag in ("--recompute-granularity", "--recompute-activations"):
             fixed["recompute"] = Recompute.SELECTIVE if flag == "--recompute-activations" else _recompute(value)
             continue
+        elif flag == _PATTERN:
+            pattern = " ".join(value or ())
         elif flag == _RANK_ORDER and ends:
             pass  # it decides links, not memory
         elif not is_neutral(flag, " ".join(value or ())):
@@ -146,14 +161,23 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         fields.setdefault("experts_per_token", min(2, fields["experts"]))  # Megatron's default
     if "--swiglu" in names and "ffn_hidden" not in fields:  # Megatron's default: as many parameters as without a gate
         fields["ffn_hidden"] = int(4 * fields["hidden"] * 2 / 3 / 64) * 64
-    if _EXPERT_WIDTH in values and "experts" in fields:  # all layers have experts, so nothing else has a width
+    fields["dense_layers"] = _dense_layers(pattern, fields)
+    if _EXPERT_WIDTH in values and "experts" in fields:
+        fields["dense_ffn"] = fields.get("ffn_hidden", 4 * fields["hidden"]) if fields["dense_layers"] else 0
         fields["ffn_hidden"] = values[_EXPERT_WIDTH]
+    if _LATENT_FLAG in names:
+        widths = {name: values.get(flag, default) for flag, (name, default) in _LATENT.items()}
+        fields["latent"] = Latent(**widths)
+        fields.pop("channels", None)  # not theirs
+    if fields.get("channels", 0) * fields["heads"] == fields["hidden"]:
+        del fields["channels"]
     if "shared_width" in fields and "--disable-bias-linear" not in names:
         raise ConfigError(f"{_SHARED} without --disable-bias-linear: expected both, as shared experts have no biases")
-    if values.get(_CHANNELS, 0) * fields["heads"] not in (0, fields["hidden"]):
+    dense = "experts" not in fields or fields["dense_layers"] > 0
+    if dense and "mlp" in fixed.get("recompute_modules", ()) and "--disable-bias-linear" not in names:
         raise ConfigError(
-            f"{_CHANNELS} is {values[_CHANNELS]}: expected --hidden-size over --num-attention-heads, "
-            f"{fields['hidden'] / fields['heads']:g}; other heads are not weighed"
+            f"{_MODULES} has mlp: expected --disable-bias-linear with it, as the backward pass of an MLP that is "
+            "computed again and has biases never ends in Megatron"
         )
     if "chunk_layers" in fixed:
         per_chunk = fixed.pop("chunk_layers")
@@ -166,6 +190,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         fixed["chunks"] = fields["layers"] // (stages * per_chunk)
     if "stage_layers" in fixed:
         _check_layout(fixed, fields["layers"])
+        if later != fields.get("predicted", 0):
+            raise ConfigError(f"{_LAYOUT_TEXT} has {later} m: expected --mtp-num-layers, {fields.get('predicted', 0)}")
     try:
         model = ModelSpec(
             **fields,
@@ -181,24 +207,37 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     )
 
 
-def _stage_layers(text: str) -> tuple[int, ...]:
-    """Return the number of layers of each virtual stage, in order, as a layout in letters has them.
+def _dense_layers(pattern: str, fields: Mapping[str, Any]) -> int:
+    """Return the number of first layers without experts that ``--moe-layer-freq`` says."""
+    text = re.sub(r"[\s()\"']", "", pattern)
+    found = _FIRST_DENSE.fullmatch(text)
+    if "experts" not in fields or text == "1":
+        return 0
+    if found is None or int(found[1] or 1) + int(found[2]) != fields["layers"]:
+        raise ConfigError(
+            f"{_PATTERN} is {pattern[:60]!r}: expected 1, or layers without experts before all others as in "
+            f"([0]*3+[1]*{max(1, fields['layers'] - 3)}), --num-layers in all"
+        )
+    return int(found[1] or 1)
 
-    ``|`` ends a stage, ``t`` is a layer, ``E`` the embedding and ``L`` the loss; ``x*n`` and ``(...)*n`` repeat, commas
-    are for the eye (Megatron-core 0.19, ``transformer/pipeline_parallel_layer_layout.py``).
+
+def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
+    """Return the number of layers of each virtual stage, in order, as a layout in letters has them, and that of ``m``.
+
+    ``|`` ends a stage, ``t`` is a layer, ``E`` the embedding, ``L`` the loss, and ``m`` before it predicts a later
+    token; ``x*n`` and ``(...)*n`` repeat, commas and quotation marks are for the eye (Megatron-core 0.19,
+    ``transformer/pipeline_parallel_layer_layout.py``).
     """
-    letters = text.replace(",", "")
+    letters = re.sub("[,\"' ]", "", text)
     while len(letters) <= _LONGEST and _REPEATED.search(letters):
         letters = _REPEATED.sub(lambda its: (its[1] or its[2]) * int(its[3]), letters)
-    if "m" in letters:
-        raise ConfigError(f"{_LAYOUT_TEXT} is {text[:60]!r}: multi-token prediction is not weighed; expected no m")
-    right = re.fullmatch("E[t|]*L", letters) is not None
+    right = re.fullmatch("E[t|]*m*L", letters) is not None
     if not right or len(letters) > _LONGEST:
         raise ConfigError(
-            f"{_LAYOUT_TEXT} is {text[:60]!r}: expected E first, L last, t for each layer and | between stages, as in "
-            "Ett|(tt|)*2ttL"
+            f"{_LAYOUT_TEXT} is {text[:60]!r}: expected E first, L last, t for each layer, | between stages and m only "
+            "before L, as in Ett|(tt|)*2ttL"
         )
-    return tuple(stage.count("t") for stage in letters.split("|"))
+    return tuple(stage.count("t") for stage in letters.split("|")), letters.count("m")
 
 
 def _check_layout(fixed: dict[str, Any], layers: int) -> None:
@@ -226,8 +265,12 @@ def _fill_vocabulary(values: dict[str, int], given: Mapping[str, str]) -> None:
         values.setdefault("--vocab-size", known)
 
 
-def layout_flags(parallel: Parallel) -> list[str]:
-    """A layout as Megatron's flags; every other one of the training stays as it was."""
+def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:
+    """A layout as Megatron's flags; every other one of the training stays as it was.
+
+    Args:
+        predicted: number of layers that predict later tokens.
+    """
     flags = [
         *("--tensor-model-parallel-size", str(parallel.tp)),
         *("--pipeline-model-parallel-size", str(parallel.pp)),
@@ -241,7 +284,8 @@ def layout_flags(parallel: Parallel) -> list[str]:
     if parallel.ep > 1:
         flags += ["--expert-model-parallel-size", str(parallel.ep)]
     if parallel.stage_layers is not None:
-        flags += [_LAYOUT_TEXT, f"E{'|'.join('t' * count for count in parallel.stage_layers)}L"]
+        stages = "|".join("t" * count for count in parallel.stage_layers)
+        flags += [_LAYOUT_TEXT, f"E{stages}{'m' * predicted}L"]
     elif parallel.chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(parallel.chunks)]
     for flag, name in _ENDS.items():
@@ -280,11 +324,12 @@ def _number(flag: str, value: list[str] | None) -> int:
 
 
 def _modules(value: list[str] | None) -> tuple[str, ...]:
-    for module in value or ("",):
+    modules = re.findall(r"[^\s\[\],\"']+", " ".join(value or ())) or [""]
+    for module in modules:
         if module not in _WEIGHED:
             known = ", ".join(_WEIGHED)
             raise ConfigError(f"{_MODULES} has {module[:60]!r}: expected some of {known}; no other is weighed")
-    return tuple(value or ())
+    return tuple(modules)
 
 
 def _recompute(value: list[str] | None) -> Recompute:

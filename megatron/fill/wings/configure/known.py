@@ -11,19 +11,15 @@ from megatron.fill.errors import ConfigError
 
 # Refused: the figures would be those of another training.
 _REFUSED = {
-    "--moe-layer-freq": "layers without experts between those with them",
     "--moe-latent-size": "experts of another width than the hidden size",
     "--decoder-first-pipeline-num-layers": "layers given by hand",
     "--decoder-last-pipeline-num-layers": "layers given by hand",
     "--use-tp-pp-dp-mapping": "another order of ranks",
-    "--fp8-format": "FP8",
     "--fp4-format": "FP4",
     "--use-torch-fsdp2": "FSDP",
     "--use-megatron-fsdp": "FSDP",
-    "--multi-latent-attention": "multi-latent attention",
     "--experimental-attention-variant": "another attention",
     "--window-size": "sliding-window attention",
-    "--mtp-num-layers": "multi-token prediction",
     "--hybrid-layer-pattern": "layers of several kinds",
     "--hybrid-override-pattern": "layers of several kinds",
     "--is-hybrid-model": "layers of several kinds",
@@ -55,6 +51,7 @@ _NEUTRAL = re.compile(
     # learning
     "lr|lr-.*|min-lr|decoupled-.*|(?:start-|end-)?weight-decay.*|adam-.*|clip-grad|seed|finetune|override-.*|"
     "train-iters|train-samples|eval-.*|data-parallel-random-init|(?:initial-|min-)?loss-scale.*|hysteresis|"
+    "multi-latent-attention|fp8-.*|mtp-loss-scaling-factor|mscale|mscale-all-dim|"
     "moe-aux-loss-coeff|moe-z-loss-coeff|moe-router-load-balancing-type|"
     # checkpoints, logs and the process
     "save|save-.*|load|load-.*|no-(?:save|load)-.*|ckpt-.*|dist-ckpt-.*|async-.*|non-persistent-.*|use-checkpoint-.*|"

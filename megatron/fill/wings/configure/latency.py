@@ -16,6 +16,7 @@ from megatron.fill.wings.configure.links import all_reduce_s
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.analytic import (
     ALL_REDUCES,
+    added,
     boundary_bytes,
     p2p_bytes,
     tied_embedding_bytes,
@@ -57,7 +58,7 @@ def iteration(
     it is hidden.  Each stage is as fast as its slowest group.  With ``passes``, passes and optimizer take what was
     measured, tensor parallelism included.
     """
-    layers = its.layers(model)
+    layers, dense = its.layers(model), its.dense_layers(model)
     steps: dict[object, tuple[float, float]] = {}
     reduces, optimizers = [], []
     # by identity: hashing routes for each layer takes longer than all the rest
@@ -71,7 +72,8 @@ def iteration(
     for stage, routes in enumerate(layout.stages):
         held = its.held(stage)
         inner = not {0, len(layers) - 1}.intersection(held)
-        alike = (sum(layers[virtual] for virtual in held), id(routes)) if inner else stage
+        counts = tuple((layers[virtual], dense[virtual]) for virtual in held)
+        alike = (sum(every for every, _ in counts), sum(bare for _, bare in counts), id(routes)) if inner else stage
         if alike not in steps:
             steps[alike] = _reduce_and_step_s(model, parameter_s, its, stage, routes)
         reduce_s, step_s = steps[alike]
@@ -101,17 +103,20 @@ def stage_times(
     Args:
         exchanges: per rank, the seconds that a forward and a backward pass of one layer exchange.
     """
-    layers = its.layers(model)
-    last = len(layers) - 1
+    counts = tuple(zip(its.layers(model), its.dense_layers(model), strict=True))
+    last = len(counts) - 1
     known: dict[object, StageCost] = {}
     stages = []
-    for at, (count, rank) in enumerate(zip(layers, its.placement, strict=True)):
+    for at, ((count, dense), rank) in enumerate(zip(counts, its.placement, strict=True)):
         exchange = exchanges[rank]
-        key = count, at == 0, at == last, exchange
+        key = count, dense, at == 0, at == last, exchange
         if key not in known and passes is not None:
             known[key] = passes.stage_cost(model, its, count, (at == 0, at == last), exchange)
         elif key not in known:
-            known[key] = stage_cost(model, gpu, its, efficiency, count, at == last, *exchange)
+            known[key] = stage_cost(model, gpu, its, efficiency, count - dense, at == last, *exchange)
+            if dense:  # what their ranks exchange for experts counts as if they had some
+                bare = stage_cost(model.bare, gpu, its, efficiency, dense, False, *exchange)
+                known[key] = added(known[key], bare)
         stages.append(known[key])
     return stages
 
@@ -161,7 +166,7 @@ def _exchange_s(model: ModelSpec, its: Parallel, routes: StageRoutes, tensor: bo
     reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, size) if tensor else 0.0
     keys_s = 0.0
     if its.cp > 1:
-        keys = 2 * size * model.groups / model.heads / its.tp
+        keys = size * model.keys_width / model.hidden / its.tp
         keys_s = routes.context.time_s(keys * (its.cp - 1), its.cp - 1)
     share = size / its.tp * model.experts_per_token / its.ep  # with experts, sequence parallelism is on
     experts_s = 2 * sum(route.time_s(share) for route in routes.experts)

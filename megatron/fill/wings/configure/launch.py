@@ -22,7 +22,7 @@ def write_launch(path: Path, training: Training, cluster: Cluster, proposal: Pro
         OSError: something cannot be written.
     """
     its = proposal.parallel
-    flags = [*training.others, *layout_flags(its)]
+    flags = [*training.others, *layout_flags(its, training.model.predicted)]
     order_path = None
     if proposal.order != tuple(range(its.gpus)):
         order_path = path.with_suffix(".order.json").absolute()

@@ -209,6 +209,13 @@ def _check_same(folder: Path, ran: Training, training: Training) -> None:
         there, here = getattr(ran.model, name), getattr(training.model, name)
         if name != "layers" and there != here:
             raise ConfigError(f"{folder}: the run's model has {name} {there}; expected {here}, as in the flags")
+    if ran.model.dense_layers or ran.model.predicted:
+        raise ConfigError(f"{folder}: the run's layers are of several kinds; expected one kind, as each takes as long")
+    eights = [any(flag.startswith("--fp8-format") for flag in one.others) for one in (ran, training)]
+    if eights[0] is not eights[1]:
+        raise ConfigError(
+            f"{folder}: the run is {'' if eights[0] else 'not '}in FP8; expected the same as in the flags"
+        )
     if ran.precision is not training.precision:
         raise ConfigError(f"{folder}: the run is in {ran.precision}; expected {training.precision}, as in the flags")
 

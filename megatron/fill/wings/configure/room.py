@@ -46,8 +46,9 @@ def least_bytes(model: ModelSpec, its: Parallel) -> int:
     """
     parts, layers = micro_batch(model, its), its.layers(model)
     few = (0,) if its.pp == 1 else (0, 1, its.pp - 1)  # memory falls from the second stage on, if stages are alike
-    stages = few if its.stage_layers is None else range(its.pp)
-    peaks = ((stage, _held(its, passes(parts, its, layers, stage), stage)) for stage in stages)
+    stages = few if its.stage_layers is None and not model.dense_layers else range(its.pp)
+    dense = its.dense_layers(model)
+    peaks = ((stage, _held(its, passes(parts, its, layers, stage, dense), stage)) for stage in stages)
     return max(held_memory(model, its, parts, stage, peak).total_bytes for stage, peak in peaks)
 
 
@@ -62,7 +63,8 @@ def _held(its: Parallel, own: list[Pass], stage: int) -> float:
 def memory(model: ModelSpec, its: Parallel) -> tuple[StageMemory, ...]:
     """Peak memory of a GPU of each stage, by the schedule."""
     parts, layers = micro_batch(model, its), its.layers(model)
-    ranks = [passes(parts, its, layers, rank) for rank in range(its.pp)]
+    dense = its.dense_layers(model)
+    ranks = [passes(parts, its, layers, rank, dense) for rank in range(its.pp)]
     held = ((virtual, one) for rank, own in enumerate(ranks) for virtual, one in zip(its.held(rank), own, strict=True))
     there = [one for _, one in sorted(held, key=lambda pair: pair[0])]
     schedule = compiled_schedule(its)[0].schedule

@@ -35,18 +35,25 @@ class CostModel:
     def pipeline(self) -> PipelineCosts:
         """Return the costs of one iteration."""
         its = self.parallel
-        layers = its.layers(self.model)
+        counts = zip(its.layers(self.model), its.dense_layers(self.model), strict=True)
+        last = its.pp * its.chunks - 1
         return PipelineCosts(
-            tuple(self.stage(count, at == len(layers) - 1) for at, count in enumerate(layers)),
+            tuple(self.stage(every, at == last, dense) for at, (every, dense) in enumerate(counts)),
             _ns(self.p2p_s()),
             tuple(_ns(self.reduce_s(rank)) for rank in range(its.pp)),
             tuple(_ns(self.optimizer_s(rank)) for rank in range(its.pp)),
         )
 
-    def stage(self, layers: int, is_last: bool) -> StageCost:
-        """Return the costs of one microbatch on a virtual stage with this number of layers."""
-        exchange_s = ALL_REDUCES * self._tensor_all_reduce_s()
-        return stage_cost(self.model, self.gpu, self.parallel, self.efficiency, layers, is_last, exchange_s, exchange_s)
+    def stage(self, layers: int, is_last: bool, dense: int = 0) -> StageCost:
+        """Return the costs of one microbatch on a virtual stage with this number of layers.
+
+        Args:
+            dense: number of them without experts, where others have some.
+        """
+        both_s = (ALL_REDUCES * self._tensor_all_reduce_s(),) * 2
+        its = self.gpu, self.parallel, self.efficiency
+        own = stage_cost(self.model, *its, layers - dense, is_last, *both_s)
+        return added(own, stage_cost(self.model.bare, *its, dense, False, *both_s)) if dense else own
 
     def _tensor_all_reduce_s(self) -> float:
         """Return the seconds of one all-reduce, or of the reduce-scatter and all-gather of sequence parallelism.
@@ -126,9 +133,12 @@ def stage_cost(
         backward_exchange_s: likewise in the backward pass, without recomputation.
     """
     rate = parallel.tp * parallel.cp * gpu.peak_flops * efficiency
+    later = model.predicted if is_last else 0
+    layers += later
     matrices = layers * model.matrix_flops(parallel.microbatch) / rate
     core = layers * model.attention_flops(parallel.microbatch) / rate
-    output = model.output_flops(parallel.microbatch) / rate if is_last else 0.0
+    output = (1 + later) * model.output_flops(parallel.microbatch) / rate if is_last else 0.0
+    output += later * 2 * parallel.microbatch * model.sequence * model.joined_parameters / rate
     exchange = layers * forward_exchange_s
     again = 0.0
     if parallel.recompute is Recompute.SELECTIVE:
@@ -172,6 +182,13 @@ def tied_embedding_bytes(model: ModelSpec, parallel: Parallel) -> float:
 def cost_of(forward_s: float, backward_s: float, weights_s: float) -> StageCost:
     """Return the times in ns of passes that take so many seconds; those of the weights are a part of the backward."""
     return StageCost(_ns(forward_s), _ns(backward_s), _ns(weights_s))
+
+
+def added(one: StageCost, other: StageCost) -> StageCost:
+    """Return the times of both, one after the other."""
+    return StageCost(
+        one.forward_ns + other.forward_ns, one.backward_ns + other.backward_ns, one.weight_ns + other.weight_ns
+    )
 
 
 def _ns(seconds: float) -> int:

@@ -39,6 +39,9 @@ class MicroBatch:
     Attributes:
         inner: a layer that creates its causal mask itself.
         outer: a layer of the first or the last virtual stage, which receive a mask with the tokens.
+        inner_bare: likewise one of the first layers, which have no experts where others have some; ``outer_bare``.
+        later: a layer that predicts a later token, with what joins the token's embedding to the stream and its loss;
+            ``predicted`` is the number of them.
         tied: gradient of the output layer's weights, which waits for the embedding's if both are on one stage.
         tokens: tokens with their masks.
         embedding: kept by the embedding; ``embedding_work``: additional memory in its backward pass.
@@ -49,6 +52,10 @@ class MicroBatch:
 
     inner: Pass
     outer: Pass
+    inner_bare: Pass
+    outer_bare: Pass
+    later: Pass
+    predicted: int
     tied: float
     tokens: float
     embedding: float
@@ -101,6 +108,10 @@ def _micro_batch(
     return MicroBatch(
         inner=_layer(model, its, mask),
         outer=_layer(model, its, 0.0),
+        inner_bare=_layer(model.bare, its, mask),
+        outer_bare=_layer(model.bare, its, 0.0),
+        later=_later(model, its, size, output, output_peak),
+        predicted=model.predicted,
         tied=_embedding_bytes(model, its) if model.tied_embeddings else 0.0,
         tokens=its.microbatch * (mask + _TOKEN_BYTES * model.sequence),
         embedding=size.mask if there else 0.0,
@@ -117,37 +128,62 @@ def _layer(model: ModelSpec, its: Parallel, mask_bytes: float) -> Pass:
     return Pass(kept_bytes(tape), peak_bytes(tape))
 
 
-def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -> list[Pass]:
+def _later(model: ModelSpec, its: Parallel, size: Sizes, output: float, output_peak: float) -> Pass:
+    """Return the memory of a layer that predicts a later token; its loss's is that of the last layer's.
+
+    The token's embedding and the stream have a norm each, and both are joined by a product (Megatron-core 0.19,
+    ``transformer/multi_token_prediction.py``).
+    """
+    layer = _layer(model, its, 0.0)
+    joined = (2 + 2 * size.input) * size.residual
+    kept = joined + layer.kept_bytes
+    return Pass(kept + output, max(joined + layer.peak_bytes, kept + output_peak))
+
+
+def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int, dense: Sequence[int] = ()) -> list[Pass]:
     """Return the memory of a pass on each virtual stage of a rank, in order.
 
     Args:
         layers: number of layers of all virtual stages, as from ``its.layers``.
+        dense: number of them without experts, as from ``its.dense_layers``; none of them if empty.
     """
+    dense = dense or [0] * len(layers)
     last = its.pp * its.chunks - 1
     several = its.microbatches > 1
     found: list[Pass] = []
     held = its.held(rank)
     for virtual in held:
-        if len(found) > 1 and virtual != last and layers[virtual] == layers[held[1]]:
+        alike = found and (layers[virtual], dense[virtual]) == (layers[held[1]], dense[held[1]])
+        if len(found) > 1 and virtual != last and alike:
             found.append(found[1])
         else:
-            found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))
+            counts = layers[virtual] - dense[virtual], dense[virtual]
+            found.append(_pass(parts, counts, virtual == 0, virtual == last, several))
     return found
 
 
-def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool) -> Pass:
-    """Return the memory of a pass on a virtual stage; ``several``: True for more than one microbatch."""
-    layer = parts.outer if first or last else parts.inner
+def _pass(parts: MicroBatch, layers: tuple[int, int], first: bool, last: bool, several: bool) -> Pass:
+    """Return the memory of a pass on a virtual stage.
+
+    Args:
+        layers: number of its layers that are as the last one, and of those without experts, which come before them.
+        several: True for more than one microbatch.
+    """
+    alike, bare = (parts.outer, parts.outer_bare) if first or last else (parts.inner, parts.inner_bare)
     kept = (parts.tokens if first or last else 0.0) + (parts.embedding if first else 0.0)
     waiting = parts.tied if first and last else 0.0
     peak = kept + parts.embedding_work + waiting if first else 0.0
-    kept += layers * layer.kept_bytes
-    if layers:
-        peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes + waiting)
+    for count, layer in zip(layers[::-1], (bare, alike), strict=True):
+        kept += count * layer.kept_bytes
+        if count:
+            peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes + waiting)
     if last:
         before = (
             parts.passed if several and not first else 0.0
         )  # the previous microbatch is released only after the loss
+        for _ in range(parts.predicted):
+            peak = max(peak, kept + parts.later.peak_bytes + parts.output + before)
+            kept += parts.later.kept_bytes
         peak = max(peak, kept + parts.output_peak + before)
         kept += parts.output
     # The gradient received from the next stage, and the one that the previous microbatch sent to the previous stage.
@@ -200,6 +236,7 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     expert_divisor = its.expert_replicas if its.distributed_optimizer else 1
     divided = (parameters - experts) / divisor + experts / expert_divisor
     precision = its.precision
+    copies = 2 * parameters if model.kernels.fp8 else 0.0  # as 8-bit numbers, as they are and transposed
     # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
     # activations.
     step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
@@ -208,7 +245,7 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
         optimizer_bytes=round(divided * min(12, precision.optimizer_bytes)),
-        activations_bytes=round(max(peak, step)) + parts.buffer,
+        activations_bytes=round(max(peak + copies, step)) + parts.buffer,
     )
 
 

@@ -28,6 +28,8 @@ class Kernels:
         fused_loss: True for Megatron's fused cross entropy, whose gradient is not in place of the logits.
         deferred: microbatches whose gradient of the output layer's weights waits for the end; None for all of them.
         deterministic: True if cuBLAS has the large workspace that determinism takes.
+        fp8: True if matrix products take 8-bit numbers: Transformer Engine keeps their inputs as such, and copies of
+            the weights, which the passes of an iteration share (its ``module/base.py``).
         undecided: True if Transformer Engine may take unfused attention instead, as its flash kernels are not all
             deterministic.
     """
@@ -40,6 +42,7 @@ class Kernels:
     fused_loss: bool = False
     deferred: int | None = 0
     deterministic: bool = False
+    fp8: bool = False
     undecided: bool = False
 
     def workspace_bytes(self, capability: int) -> int:

@@ -36,15 +36,22 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     the output layer's weights, tied or not, and BERT's heads, which tensor parallelism does not divide.
     """
     held = parallel.held(rank)
-    layers = _layers(model, parallel, held)
-    matrices = layers * (model.matrix_parameters - model.expert_parameters)
-    whole = layers * model.norm_parameters
+    dense, routed = _layers(model, parallel, held)
+    later = model.predicted if parallel.pp * parallel.chunks - 1 in held else 0
+    routed += later
+    matrices = routed * (model.matrix_parameters - model.expert_parameters) + dense * model.bare.matrix_parameters
+    matrices += later * model.joined_parameters
+    whole: float = (dense + routed) * model.norm_parameters
+    if model.kernels.transformer_engine:  # each of its ranks has the projections to latents
+        whole += (dense + routed) * model.down_parameters * (1 - 1 / parallel.tp)
     if 0 in held:
         matrices += model.embedding_parameters
         whole += model.positions * model.hidden
     if parallel.pp * parallel.chunks - 1 in held:
         whole += model.final_norm_parameters + model.head_parameters
         if 0 not in held or not model.tied_embeddings:
+            matrices += model.embedding_parameters
+        if 0 not in held and later:  # the embedding, to predict later tokens
             matrices += model.embedding_parameters
     return matrices / parallel.tp + whole + expert_parameters(model, parallel, rank)
 
@@ -53,13 +60,18 @@ def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     """Return the number of experts' parameters in ``stage_parameters``; only every ``ep``-th replica has the same."""
     if not model.experts:
         return 0.0
-    layers = _layers(model, parallel, parallel.held(rank))
+    held = parallel.held(rank)
+    _, layers = _layers(model, parallel, held)
+    layers += model.predicted if parallel.pp * parallel.chunks - 1 in held else 0
     return layers * model.expert_parameters / (parallel.expert_width * parallel.ep)
 
 
-def _layers(model: ModelSpec, parallel: Parallel, held: Sequence[int]) -> int:
-    each = parallel.layers(model)
-    return sum(each[virtual] for virtual in held)
+def _layers(model: ModelSpec, parallel: Parallel, held: Sequence[int]) -> tuple[int, int]:
+    """Return the number of layers without experts, where others have some, and of others in these virtual stages."""
+    dense, every = (
+        sum(each[virtual] for virtual in held) for each in (parallel.dense_layers(model), parallel.layers(model))
+    )
+    return dense, every - dense
 
 
 def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Recompute | None = None) -> float:
@@ -76,7 +88,8 @@ def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Reco
     whole_divisor = parallel.tp if parallel.sequence_parallel else 1
     if kind is Recompute.FULL:
         return 2 * unit / whole_divisor
-    attention = 4 + 4 * model.groups / model.heads  # query and what goes into the projection; key and value
+    # query and what goes into the projection; key and value
+    attention = 2 * (model.query_width + model.mixed_width + model.keys_width) / model.hidden
     widths = model.ffn * model.experts_per_token + model.shared_width
     mlp = (6 if model.swiglu else 4) * widths / model.hidden
     core = 0.0 if kind is Recompute.SELECTIVE else 5 * model.heads * model.sequence / model.hidden
@@ -89,8 +102,9 @@ def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
     In addition to its layers' activations, the first keeps token ids and the embedding's dropout mask, and the last the
     output layer's input and, for the loss, the logits in single precision, as in ``compute_activation_memory``.
     """
-    layer = layer_activation_bytes(model, parallel)
-    kept = [count * layer for count in parallel.layers(model)]
+    layer, bare = (layer_activation_bytes(its, parallel) for its in (model, model.bare))
+    counts = zip(parallel.layers(model), parallel.dense_layers(model), strict=True)
+    kept = [(count - dense) * layer + dense * bare for count, dense in counts]
     if model.vocabulary:
         tokens = model.sequence / parallel.cp * parallel.microbatch
         divisor = parallel.tp if parallel.sequence_parallel else 1

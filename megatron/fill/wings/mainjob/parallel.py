@@ -58,8 +58,9 @@ class Parallel:
         schedule: a name that ``pipeline.schedules.make_schedule`` knows, or the absolute path of a schedule's file.
         group_size: microbatches in a group of the interleaved schedule; None for ``pp``.
         sequence_parallel: True if the activations that tensor parallelism replicates are divided along the sequence.
-        recompute_modules: modules that selective recomputation computes again, of ``core_attn``, ``mlp``, ``moe`` and
-            ``shared_experts`` (Megatron-core 0.19, ``TransformerConfig.recompute_modules``).
+        recompute_modules: modules that selective recomputation computes again, of ``core_attn``, ``mlp``, ``moe``,
+            ``shared_experts``, ``layernorm``, ``moe_act`` and ``mla_up_proj`` (Megatron-core 0.19,
+            ``TransformerConfig.recompute_modules``).
         distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
         first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
         last_layers: number of layers of the last rank; None for that of the other ranks.
@@ -164,6 +165,7 @@ class Parallel:
             "heads": model.heads,
             "query_groups": model.groups,
             "ffn_hidden": model.ffn,
+            "dense_ffn": model.dense_ffn,
             "shared_width": model.shared_width,
         }
         for name, value in divided.items():
@@ -227,6 +229,14 @@ class Parallel:
         head, tail = [first] if first else [], [last] if last else []
         ranks = head + [rest // between if between else 0] * between + tail
         return tuple(ranks[rank] // self.chunks for rank in self.placement)
+
+    def dense_layers(self, model: ModelSpec) -> tuple[int, ...]:
+        """Return the number of ``layers`` without experts where others have some, of each virtual stage."""
+        found, left = [], model.dense_layers
+        for count in self.layers(model):
+            found.append(min(left, count))
+            left -= found[-1]
+        return tuple(found)
 
     def _given_layers(self, model: ModelSpec) -> tuple[int, ...]:
         given = self.stage_layers or ()

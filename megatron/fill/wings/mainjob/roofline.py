@@ -30,6 +30,8 @@ _LAYER_KERNELS = 16
 _TENSOR_KERNELS = 4  # exchange, and splitting or joining, after attention and MLP; as many in the backward pass
 _CONTEXT_KERNELS = 8
 _EXPERT_KERNELS = 16  # router, sorting, exchange
+_LATENT_KERNELS = 8  # two products and a norm more for each of both latents, and joining rotated channels to others
+_FP8_RATE = 2  # of 16-bit numbers', by the data sheets
 _LOSS_PASSES = 3  # over logits in single precision
 
 
@@ -50,16 +52,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Roofline:
-    """The FLOP/s and bytes per second that bound a kernel, and the bytes of a number and of a gradient."""
+    """The FLOP/s and bytes per second that bound a kernel, and the bytes of a number and of a gradient.
+
+    Products with weights have ``faster`` times as many FLOP/s.
+    """
 
     rate: float
     bandwidth: float
     number: int
     gradient: int
+    faster: float = 1.0
 
     def product(self, rows: float, columns: float, inner: float) -> Part:
         """Return the times of a product with weights, ``inner x columns``, whose gradient is added to a sum."""
-        flops_s = 2 * rows * columns * inner / self.rate
+        flops_s = 2 * rows * columns * inner / (self.rate * self.faster)
         activations = self.number * rows * (inner + columns)
         weights = inner * columns
         own_s = max(flops_s, (activations + self.number * weights) / self.bandwidth)
@@ -72,28 +78,49 @@ class _Roofline:
 
 
 def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) -> dict[str, Part]:
-    """Return a layer's parts: ``rest``, and those that selective recomputation may name."""
-    roof, size = _roofline(gpu, its, efficiency), sizes(model, its)
+    """Return a layer's parts: ``rest``, and those that selective recomputation may name; ``moe`` has ``moe_act``."""
+    roof, size = _roofline(gpu, its, efficiency, model.kernels.fp8), sizes(model, its)
     tokens = its.microbatch * model.sequence / its.cp
-    projected = model.hidden * (1 + 2 * model.groups / model.heads) / its.tp
     dropout = 3 * size.residual + size.mask  # its input, the residual stream, and their sum
     rotated = 0.0 if model.positions else 2 * size.query + size.keys
-    between = 2 * (2 * size.residual + dropout) + 2 * (size.query + size.keys) + rotated
-    rest = roof.product(tokens, projected, model.hidden) + roof.product(tokens, model.hidden, model.hidden / its.tp)
-    parts = {"rest": rest + roof.traffic(between, 2 * between), "core_attn": _core(model, its, roof, size)}
+    latents = 4 * (size.queries_latent + size.keys_latent)
+    between = 2 * dropout + 2 * (size.query + size.keys) + rotated + latents
+    rest, up = _projections(model, its, roof, tokens)
+    rest += roof.product(tokens, model.hidden, model.mixed_width / its.tp)
+    parts = {
+        "rest": rest + roof.traffic(between, 2 * between),
+        "core_attn": _core(model, its, roof, size),
+        "layernorm": roof.traffic(4 * size.residual, 8 * size.residual),
+        "mla_up_proj": up,
+    }
     if not model.experts:
         return parts | {"mlp": _mlp(model, roof, tokens, model.ffn / its.tp)}
     local, width = model.experts / its.ep, its.expert_width
     rows = tokens * model.experts_per_token * width / its.tp / local
     parts["moe"] = _mlp(model, roof, rows, model.ffn / width).times(local)
+    activation = local * roof.number * rows * model.ffn / width * (3 if model.swiglu else 2)
+    parts["moe_act"] = roof.traffic(activation, 0.0)
     if model.shared_width:
         parts["shared_experts"] = _mlp(model, roof, tokens, model.shared_width / its.tp)
     return parts
 
 
-def _roofline(gpu: GpuKind, its: Parallel, efficiency: float) -> _Roofline:
+def _roofline(gpu: GpuKind, its: Parallel, efficiency: float, fp8: bool = False) -> _Roofline:
     numbers = its.precision.weight_bytes, its.precision.gradient_bytes
-    return _Roofline(gpu.peak_flops * efficiency, gpu.memory_bandwidth * BANDWIDTH, *numbers)
+    faster = _FP8_RATE if fp8 else 1.0
+    return _Roofline(gpu.peak_flops * efficiency, gpu.memory_bandwidth * BANDWIDTH, *numbers, faster)
+
+
+def _projections(model: ModelSpec, its: Parallel, roof: _Roofline, tokens: float) -> tuple[Part, Part]:
+    """Return the products from the residual stream to queries, keys and values, and those from their latents."""
+    latent, wide = model.latent, model.query_width / its.tp
+    if latent is None:
+        return roof.product(tokens, wide + model.keys_width / its.tp, model.hidden), Part()
+    own = tokens / its.tp if its.sequence_parallel else tokens
+    down = roof.product(own, latent.query + latent.keys + latent.rotated, model.hidden)
+    values = model.heads * (latent.head + latent.value) / its.tp
+    up = roof.product(tokens, wide, latent.query or model.hidden) + roof.product(tokens, values, latent.keys)
+    return down, up
 
 
 def _mlp(model: ModelSpec, roof: _Roofline, rows: float, width: float) -> Part:
@@ -112,7 +139,7 @@ def _core(model: ModelSpec, its: Parallel, roof: _Roofline, size: Sizes) -> Part
     flops_s = model.attention_flops(its.microbatch) / (its.tp * its.cp * roof.rate)
     if model.kernels.flash:
         return Part(flops_s / 2, 2.5 * flops_s / 2)
-    product_s = max(flops_s / 2, (size.scores + 2 * size.query) / roof.bandwidth)
+    product_s = max(flops_s / 2, (size.scores + size.query + size.mixed) / roof.bandwidth)
     softmax = size.scores * (2 if model.kernels.fused_softmax else 6)  # scaled, masked and cast one by one if not fused
     dropout = 2 * size.scores + size.score_mask if model.attention_dropout else 0.0
     return Part(2 * product_s, 4 * product_s) + roof.traffic(softmax + dropout, 3 * size.scores + dropout)
@@ -121,6 +148,7 @@ def _core(model: ModelSpec, its: Parallel, roof: _Roofline, size: Sizes) -> Part
 def launches(model: ModelSpec, its: Parallel) -> tuple[int, int]:
     """Return the number of kernels that a layer's forward and backward pass launch."""
     more = _CONTEXT_KERNELS * (its.cp > 1) + _EXPERT_KERNELS * (model.experts > 0)
+    more += _LATENT_KERNELS * (model.latent is not None)
     tensor = _TENSOR_KERNELS * (its.tp > 1)
     return _LAYER_KERNELS + more + tensor, 2 * (_LAYER_KERNELS + more) + tensor
 
@@ -137,7 +165,7 @@ def stage_cost(
 ) -> StageCost:
     """Return the times of one microbatch's passes on a virtual stage; arguments as ``analytic.stage_cost`` has them."""
     parts = layer_parts(model, gpu, its, efficiency)
-    whole = sum(parts.values(), Part())
+    whole = sum((part for name, part in parts.items() if name != "moe_act"), Part())  # it is a part of the experts
     forward_kernels, backward_kernels = launches(model, its)
     forward = max(whole.forward_s + forward_exchange_s, forward_kernels * LAUNCH_S)
     backward = max(whole.backward_s + backward_exchange_s, backward_kernels * LAUNCH_S)
@@ -145,7 +173,14 @@ def stage_cost(
         backward += forward
     elif its.recompute is Recompute.SELECTIVE:
         backward += _again_s(parts, its, forward_exchange_s)
-    ends = _output(model, gpu, its, efficiency) if is_last else Part()
+    ends = Part()
+    if is_last:
+        ends = _output(model, gpu, its, efficiency).times(1 + model.predicted)
+        joined = _roofline(gpu, its, efficiency).product(
+            its.microbatch * model.sequence / its.cp, model.hidden / its.tp, 2 * model.hidden
+        )
+        ends += joined.times(model.predicted)
+        layers += model.predicted
     weights_s = layers * (whole.forward_s - parts["core_attn"].forward_s) + ends.forward_s
     return cost_of(layers * forward + ends.forward_s, layers * backward + ends.backward_s, weights_s)
 

@@ -40,8 +40,13 @@ class Sizes:
         whole: ``s b h`` numbers, the input of matrix products.
         residual: the same between layers; a part of it with sequence parallelism.
         mask: dropout mask of the residual stream.
-        query: queries, and likewise the input of the output projection.
+        query: queries.
         keys: keys and values as projected.
+        repeated: keys and values of all heads.
+        mixed: the attention's output, the input of its projection.
+        queries_latent: the latent of queries with multi-latent attention, of a part of the sequence with sequence
+            parallelism; ``keys_latent``: likewise of keys and values, with the key's rotated channels.
+        input: share of their bytes that inputs of matrix products keep: a half as 8-bit numbers, else 1.
         scores: attention scores of all heads; ``score_mask``: their dropout mask.
         ffn: activations inside the MLP after its activation function; ``gated``: before it.
     """
@@ -51,6 +56,11 @@ class Sizes:
     mask: float
     query: float
     keys: float
+    repeated: float
+    mixed: float
+    queries_latent: float
+    keys_latent: float
+    input: float
     scores: float
     score_mask: float
     ffn: float
@@ -63,14 +73,20 @@ def sizes(model: ModelSpec, its: Parallel) -> Sizes:
     rows = model.sequence / its.cp * its.microbatch
     whole = rows * model.hidden * number
     divisor = its.tp if its.sequence_parallel else 1
+    latent = model.latent
     scores = rows * model.heads / its.tp * model.sequence * number
     ffn = rows * model.ffn / its.tp * number
     return Sizes(
         whole=whole,
         residual=whole / divisor,
         mask=whole / divisor / number if model.hidden_dropout else 0.0,
-        query=whole / its.tp,
-        keys=2 * whole / its.tp * model.groups / model.heads,
+        query=rows * model.query_width / its.tp * number,
+        keys=rows * model.keys_width / its.tp * number,
+        repeated=rows * model.heads * (model.head + model.value_head) / its.tp * number,
+        mixed=rows * model.mixed_width / its.tp * number,
+        queries_latent=rows / divisor * number * (latent.query if latent else 0),
+        keys_latent=rows / divisor * number * (latent.keys + latent.rotated if latent else 0),
+        input=0.5 if model.kernels.fp8 else 1.0,
         scores=scores,
         score_mask=scores / number if model.attention_dropout else 0.0,
         ffn=ffn,
@@ -93,35 +109,77 @@ def layer_tape(model: ModelSpec, its: Parallel, mask_bytes: float = 0.0) -> list
 
 def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> list[Step]:
     width = its.precision.weight_bytes * model.hidden / its.tp
-    rows = model.hidden * (1 + 2 * model.groups / model.heads)  # rows of the projection to query, keys and values
     gradient = size.residual  # gradient of the residual stream, which exists all the time
-    grouped, rotated = model.groups < model.heads, not model.positions
-    projected = size.query + size.keys
-    repeated = 2 * size.query if grouped else 0.0
-    # Views of the projection's output, unless rotary positions are applied or heads repeat the keys of their group.
-    given = projected + (size.query if rotated or grouped else 0.0) + (size.keys / 2 if rotated else 0.0)
-    plain = size.query if grouped else given
-    if model.kernels.flash:
-        # The library's copies of query, keys and values replace the projection; cuDNN takes them where they are.
-        given = projected + (size.query + size.keys / 2) * rotated
-        plain = projected if _is_turned(model, its) else given
-        core = [Step("split", plain, 2 * projected), *_flash(model, its, size)]
-    else:
-        softmax = size.scores * (1 if model.kernels.fused_softmax else 4 / its.precision.weight_bytes)
-        unfused = _core(model, size, repeated, mask_bytes, softmax)
-        core = [Step("split", plain, 2 * projected + repeated), *unfused]
+    given, core = _core(model, its, size, mask_bytes)
     if its.computes_again("core_attn"):
         core[0] = Step("split", 0.0, core[0].working_bytes)
-        core = [Step("core", given, peak_bytes(core) + _again(size.query))]
+        core = [Step("core", given, peak_bytes(core) + _again(size.mixed))]
+    if model.latent is None:
+        rows = model.query_width + model.keys_width  # rows of the projection to query, keys and values
+        work = size.query + size.keys + size.whole + width * rows
+        projections = [Step("qkv", size.input * size.residual, work)]
+    else:
+        projections = _latent(model, its, size)
+        if its.computes_again("mla_up_proj"):  # query, keys and values, once the core's backward pass needs them
+            core[0] = Step(core[0].name, core[0].kept_bytes - given, core[0].working_bytes)
+            core = [Step(one.name, one.kept_bytes, one.working_bytes + given) for one in core]
+    if its.computes_again("layernorm") and (model.latent is not None or not model.kernels.transformer_engine):
+        projections[0] = _without_norm(projections[0], size.input * size.residual)
+    attention = [Step("norm", size.residual, 2 * size.residual), *projections, *core]
     return [
-        Step("norm", size.residual, gradient + 2 * size.residual),
-        Step("qkv", size.residual, gradient + projected + size.whole + width * rows),
-        *(Step(one.name, one.kept_bytes, gradient + one.working_bytes) for one in core),
-        Step("projection", size.query, gradient + size.whole + size.query + width * model.hidden),
+        *(Step(one.name, one.kept_bytes, gradient + one.working_bytes) for one in attention),
+        Step("projection", size.mixed, gradient + size.whole + size.mixed + width * model.mixed_width),
         Step("dropout", size.mask, 2 * gradient),
         *_again_of_mlp(model, its, size),
         Step("dropout", size.mask, 2 * gradient),
     ]
+
+
+def _without_norm(step: Step, output_bytes: float) -> Step:
+    """Return the operation after a norm whose output is computed again; Transformer Engine fuses other norms."""
+    return Step(step.name, step.kept_bytes - output_bytes, step.working_bytes + output_bytes)
+
+
+def _core(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> tuple[float, list[Step]]:
+    """Return the bytes of query, keys and values that the attention's core is given, and its operations."""
+    grouped, rotated = model.groups < model.heads, not model.positions
+    projected = size.query + size.keys
+    repeated = size.repeated if grouped else 0.0
+    keys = size.keys * model.head / (model.head + model.value_head)
+    if model.latent is not None:
+        # Rotated and unrotated channels are joined, and values copied, so that nothing of the projections stays.
+        given = plain = projected
+    else:
+        # Views of the projection's output, unless rotary positions are applied or heads repeat the keys of their group.
+        given = projected + (size.query if rotated or grouped else 0.0) + (keys if rotated else 0.0)
+        plain = size.query if grouped else given
+    if model.kernels.flash:
+        if model.latent is None:
+            # The library's copies of query, key and value replace the projection; cuDNN takes them where they are.
+            given = projected + (size.query + keys) * rotated
+            plain = projected if _is_turned(model, its) else given
+        return given, [Step("split", plain, 2 * projected), *_flash(model, its, size)]
+    softmax = size.scores * (1 if model.kernels.fused_softmax else 4 / its.precision.weight_bytes)
+    unfused = _unfused(model, size, repeated, mask_bytes, softmax)
+    return given, [Step("split", plain, 2 * projected + repeated), *unfused]
+
+
+def _latent(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
+    """Return the projections of multi-latent attention to the latents and from there to queries, keys and values.
+
+    Both latents have a norm, which keeps its input, and the products after it keep its output (Megatron-core 0.19,
+    ``transformer/multi_latent_attention.py``).
+    """
+    assert model.latent is not None
+    number, latent = its.precision.weight_bytes, model.latent
+    keys_only = size.keys_latent * latent.keys / (latent.keys + latent.rotated)
+    latents = size.queries_latent + size.keys_latent
+    down = Step(
+        "down", size.input * size.residual + latents, 2 * latents + size.residual + number * model.down_parameters
+    )
+    up = size.input * (size.queries_latent + keys_only)
+    weights = number * max(latent.query or model.hidden, latent.keys) * model.query_width / its.tp
+    return [down, Step("up", up, size.query + size.keys + latents + weights)]
 
 
 def _again(output_bytes: float) -> float:
@@ -129,19 +187,19 @@ def _again(output_bytes: float) -> float:
     return 2 * output_bytes
 
 
-def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float, softmax: float) -> list[Step]:
-    """Return the operations of the attention's core: from query, keys and values to their mixture.
+def _unfused(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float, softmax: float) -> list[Step]:
+    """Return the operations of unfused attention: from query, keys and values to their mixture.
 
     Scores are masked in place, in a view, for which autograd copies their gradient twice.
     """
     per_head = repeated or size.keys
-    values = per_head / 2
+    values = per_head * model.value_head / (model.head + model.value_head)
     return [
-        Step("product", repeated, 2 * size.query + per_head + size.scores),
+        Step("product", repeated, size.query + size.mixed + per_head + size.scores),
         Step("causal mask", mask_bytes, values + 4 * size.scores),
         Step("softmax", softmax, values + 2 * size.scores),
         Step("dropout", size.score_mask, values + 2 * size.scores),
-        Step("mixture", size.scores if model.attention_dropout else 0.0, 2 * size.query + size.scores),
+        Step("mixture", size.scores if model.attention_dropout else 0.0, 2 * size.mixed + size.scores),
     ]
 
 
@@ -152,8 +210,8 @@ def _flash(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     """
     statistics = 4 * model.sequence / its.cp * its.microbatch * model.heads / its.tp
     summed = 4 / its.precision.weight_bytes * size.query
-    copied = size.query if _is_turned(model, its) else 0.0
-    return [Step("flash", statistics + copied, 2 * size.query + size.keys + summed + statistics)]
+    copied = size.mixed if _is_turned(model, its) else 0.0
+    return [Step("flash", statistics + copied, size.query + size.mixed + size.keys + summed + statistics)]
 
 
 def _is_turned(model: ModelSpec, its: Parallel) -> bool:
@@ -175,12 +233,16 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     gates = 2 if model.swiglu else 1
     gradient = size.residual
     norm = Step("norm", size.residual, gradient + 2 * size.residual)
+    again = its.computes_again("layernorm")
     if not model.experts:
+        into = Step("into", size.input * size.residual, gradient + size.gated + size.whole + gates * weights)
+        if again and not model.kernels.transformer_engine:
+            into = _without_norm(into, into.kept_bytes)
         return [
             norm,
-            Step("into", size.residual, gradient + size.gated + size.whole + gates * weights),
+            into,
             Step("activation", size.gated, gradient + size.ffn + size.gated),
-            Step("out of", size.ffn, gradient + size.whole + size.ffn + weights),
+            Step("out of", size.input * size.ffn, gradient + size.whole + size.ffn + weights),
         ]
     passes = model.experts_per_token
     each = passes * its.ep / model.experts  # share of a microbatch that one expert gets
@@ -191,14 +253,17 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     scaled = 0.0 if model.swiglu else passes * size.ffn
     shared = _shared(model, its, size)
     entry = 0.0 if shared else size.residual  # the router and the shared experts keep one input
-    return [
-        norm,
+    out = 0.0 if its.computes_again("moe_act") else size.input * passes * size.ffn
+    steps = [
         *shared,
-        Step("routing", entry + routed, gradient + routed + its.ep * size.whole),
+        Step("routing", entry + size.input * routed, gradient + routed + its.ep * size.whole),
         Step("into", 0.0, gradient + 2 * routed + each * size.gated + gates * weights),
         Step("activation", passes * size.gated + scaled, gradient + 2 * routed + each * (size.ffn + size.gated)),
-        Step("out of", passes * size.ffn, gradient + 2 * routed + each * size.ffn + weights),
+        Step("out of", out, gradient + 2 * routed + each * size.ffn + weights),
     ]
+    if again and steps[0].kept_bytes >= size.residual:
+        steps[0] = _without_norm(steps[0], size.residual)
+    return [norm, *steps]
 
 
 def _shared(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:

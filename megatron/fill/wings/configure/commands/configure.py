@@ -174,7 +174,7 @@ def _write_json(path: Path, choice: Choice, cluster: Cluster, training: Training
     for one in choice.best:
         its = one.proposal
         entry = _figures(one) | {"cost": _cost(one, cluster), "parallel": asdict(its.parallel)}
-        best.append(entry | {"flags": layout_flags(its.parallel), "order": list(its.order)})
+        best.append(entry | {"flags": layout_flags(its.parallel, training.model.predicted), "order": list(its.order)})
     data = {"configurations": choice.configurations, "timed": choice.timed, "ignored": training.ignored, "best": best}
     write_text(path, json.dumps(data, indent=2) + "\n")
 
