@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,14 +22,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.linux.ports import free_port
-
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, "-u", "pretrain_gpt.py"]
 # Compiling Megatron's few small functions takes longer than they do in a short training, and a C++ compiler.
 _COMMON = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 _QUIT_S = 60.0  # time that the MPS daemon has to end
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """Reserve a port of this machine for rank 0: in the meantime, the kernel assigns it to no other process."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0, which listens there, does the same
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.linux.ports import free_port
+from scripts.benchmarks.one_gpu import free_port
 from tests.chaos.checkout import SCRIPT
 from tests.e2e.launch import Cold, Warm, placed, start_rank
 from tests.e2e.training import MODEL, losses

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.linux.ports import free_port
+from scripts.benchmarks.one_gpu import free_port
 from tests.e2e.warm import take_terminal
 
 WARM, FRESH = "PIPEFILL_TEST_WARM", "PIPEFILL_TEST_FRESH"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.linux.ports import free_port
 from megatron.fill.wings.configure.network import Network
+from scripts.benchmarks.one_gpu import free_port
 from tests.e2e.launch import WARM, Warm
 from tests.e2e.training import HERE, ROOT
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.fill.hooks import bus
-from megatron.fill.linux.ports import free_port
+from scripts.benchmarks.one_gpu import free_port
 from tests.patches.graph_topologies import (
     BATCH,
     LENGTH,

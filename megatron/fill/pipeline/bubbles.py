@@ -70,14 +70,6 @@ def ideal_bubble_share(stages: int, microbatches: int, chunks: int = 1) -> float
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
-def zb_h1_bubble_ns(stages: int, forward_ns: int, input_ns: int, weight_ns: int) -> int:
-    """The bubble time in ns of each rank with ZB-H1: (p - 1)(F + I - W) (Qi et al. 2023, arXiv 2401.10241, table 2).
-
-    It holds for at least as many microbatches as stages, and for weight passes that are no longer than the others.
-    """
-    return (stages - 1) * (forward_ns + input_ns - weight_ns)
-
-
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """The greatest number of microbatches times chunks whose activations are held at once, per rank.
 

@@ -115,11 +115,6 @@ class Schedule:
             raise ScheduleError(f"{where}{error.problem}; the schedule is\n{self}", error.rank, error.at) from error
 
     @property
-    def splits_backward(self) -> bool:
-        """True if backward passes run in two parts."""
-        return any(op.kind is Pass.WEIGHT for row in self.order for op in row)
-
-    @property
     def virtual_stages(self) -> int:
         return self.chunks * self.stages
 

@@ -13,7 +13,6 @@ from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import JobState
 
 _WITHOUT_SUCCESS = {JobState.FAILED, JobState.CANCELLED}
-_SHUT = (TimeUse.NOT_PREDICTED, TimeUse.TOO_SHORT)  # bubbles in which the gate stayed shut
 
 
 class Unfilled(Enum):

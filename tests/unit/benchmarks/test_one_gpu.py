@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.linux.ports import free_port
 from scripts.benchmarks import bench_gpu, one_gpu
 from scripts.benchmarks.harness import Results
+from scripts.benchmarks.one_gpu import free_port
 from tests.support.mps_control import install
 
 RANK = """

@@ -44,8 +44,6 @@ def test_gpipe_keeps_the_order_of_1f1bs_backwards():
 
 def test_zb_h1_puts_weight_passes_off_by_the_rank():
     assert str(zb_h1(2, 3)).splitlines()[1:] == ["0: F0 F1 I0 W0 F2 I1 W1 I2 W2", "1: F0 I0 F1 I1 W0 F2 I2 W1 W2"]
-    assert zb_h1(2, 3).splits_backward
-    assert not gpipe(2, 3).splits_backward
 
 
 def test_interleaved_takes_groups_and_chunks_from_the_last_on():
