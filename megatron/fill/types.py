@@ -179,12 +179,14 @@ class BubbleUse:
 
     Attributes:
         seq: the gate's number of the bubble.
-        latency_ns: time from the gate's opening to the first step's start; -1 if no step ran, or one was in flight.
+        latency_ns: time from the gate's opening to the first step's start, without ``held_ns`` before it; -1 if no step
+            ran, or one was in flight.
         harvested_ns: time inside steps and inside the bubble.
         overrun_ns: time that the last step ran on after the bubble's end; 0 for none.
         steps: number of steps begun in it; one that began in an earlier bubble counts in ``harvested_ns`` only.
         left_ns: time at which the worker was done with it, including the pause after the last step.
         lack: the resource that it lacked for a further step (a ``Lack``).
+        held_ns: time up to ``left_ns`` for which it waited until many bubbles like this one would have ended.
     """
 
     seq: int
@@ -194,6 +196,7 @@ class BubbleUse:
     steps: int
     left_ns: int = 0
     lack: int = Lack.TIME
+    held_ns: int = 0
 
     @property
     def idle(self) -> bool:

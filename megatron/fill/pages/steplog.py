@@ -18,7 +18,7 @@ from megatron.fill.profiles import is_amount
 from megatron.fill.types import BubbleUse, Lack, WorkerRecord
 from megatron.fill.untrusted import plain
 
-_USES, _USE_FIELDS = 65_536, 7
+_USES, _USE_FIELDS = 65_536, 8
 _STEPS = 8_192
 _HEADER = 64
 _WORD_AT = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
@@ -259,10 +259,10 @@ class StepLog:
         words[_HARVESTED] += use.harvested_ns
         self._note(use)
 
-    def skip_bubble(self, seq: int, now_ns: int, lack: Lack, alone: bool) -> None:
-        """Record that the worker does nothing in an open bubble."""
+    def skip_bubble(self, seq: int, now_ns: int, lack: Lack, alone: bool, held_ns: int = 0) -> None:
+        """Record that the worker does nothing in an open bubble, and for how much of the time until now it waited."""
         if not alone:
-            self._note(BubbleUse(seq, -1, 0, 0, 0, now_ns, lack))
+            self._note(BubbleUse(seq, -1, 0, 0, 0, now_ns, lack, held_ns))
 
     def _note(self, use: BubbleUse) -> None:
         count = self._words[_USE_COUNT]
@@ -274,6 +274,7 @@ class StepLog:
         self._uses[slot + 4] = use.steps
         self._uses[slot + 5] = use.left_ns
         self._uses[slot + 6] = use.lack
+        self._uses[slot + 7] = use.held_ns
         self._words[_USE_COUNT] = count + 1
 
     def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:
@@ -305,4 +306,5 @@ class StepLog:
 
 def _sensible(use: BubbleUse) -> bool:
     whole = all(0 <= its < _MOST for its in (use.seq, use.steps, use.left_ns)) and 0 <= use.lack < len(Lack)
-    return whole and all(0 <= its <= _LONGEST_NS for its in (use.harvested_ns, use.overrun_ns, use.latency_ns + 1))
+    times = (use.harvested_ns, use.overrun_ns, use.latency_ns + 1, use.held_ns)
+    return whole and all(0 <= its <= _LONGEST_NS for its in times)

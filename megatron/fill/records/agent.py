@@ -125,5 +125,6 @@ def _job(content: dict[str, Any]) -> JobRecord:
 
 def _worker(content: dict[str, Any]) -> WorkerRecord:
     uses: dict[str, list[Any]] = {name: [] for name in names_of(BubbleUse)}
+    content["uses"].setdefault("held_ns", [0] * len(content["uses"]["seq"]))  # earlier versions did not write it
     extend(uses, BubbleUse, content["uses"])
     return WorkerRecord(**{**content, "uses": Table(BubbleUse, uses)})

@@ -68,9 +68,9 @@ def _of_jobs(report: Report) -> Unfilled:
         return Unfilled.NOT_READY
     use = report.total.time_use_ns
     there = {
-        Unfilled.LONG_STEPS: use[TimeUse.LITTLE_TIME] + _past_prediction_ns(use),
+        Unfilled.LONG_STEPS: use[TimeUse.LITTLE_TIME] + use[TimeUse.HELD] + _past_prediction_ns(use),
         Unfilled.LARGE_STEPS: use[TimeUse.LITTLE_MEMORY],
-        Unfilled.LATE: use[TimeUse.RUNTIME],
+        Unfilled.LATE: use[TimeUse.RUNTIME] + use[TimeUse.MISSED],
     }
     if any(there.values()):
         return max(there, key=lambda cause: there[cause])

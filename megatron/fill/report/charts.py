@@ -27,7 +27,10 @@ _COLOURS = {
 }
 _USES = {
     TimeUse.STEPS: "#009e73",
+    TimeUse.WAKING: "#0072b2",
     TimeUse.RUNTIME: "#56b4e9",
+    TimeUse.MISSED: "#7f9fbf",
+    TimeUse.HELD: "#c9a227",
     TimeUse.LITTLE_TIME: "#e69f00",
     TimeUse.PAST_PREDICTION: "#f0b95a",
     TimeUse.LITTLE_MEMORY: "#cc79a7",

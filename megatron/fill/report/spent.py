@@ -10,7 +10,10 @@ from megatron.fill.report.timeuse import TimeUse
 
 _HEADINGS = {
     TimeUse.STEPS: "in\nsteps",
+    TimeUse.WAKING: "wak-\ning",
     TimeUse.RUNTIME: "run-\ntime",
+    TimeUse.MISSED: "missed",
+    TimeUse.HELD: "held",
     TimeUse.LITTLE_TIME: "little\ntime",
     TimeUse.PAST_PREDICTION: "past\nprediction",
     TimeUse.LITTLE_MEMORY: "little\nmemory",
@@ -20,10 +23,12 @@ _HEADINGS = {
     TimeUse.NOT_KNOWN: "not\nknown",
 }
 
+_IF_ANY = (TimeUse.MISSED, TimeUse.HELD, TimeUse.NOT_KNOWN)  # left out where there is none
+
 
 def use_table(report: Report) -> Table:
     """Return a table of the uses of the bubble time with filling on, in percent."""
-    used = [use for use in TimeUse if use is not TimeUse.NOT_KNOWN or report.total.time_use_ns[use]]
+    used = [use for use in TimeUse if use not in _IF_ANY or report.total.time_use_ns[use]]
 
     def cells(totals: Totals) -> list[str]:
         whole_ns = sum(totals.time_use_ns.values())

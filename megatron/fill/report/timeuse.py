@@ -20,7 +20,10 @@ class TimeUse(StrEnum):
     """The use of a stretch of a bubble, or the reason why it was not used."""
 
     STEPS = "steps"  # inside steps of jobs
-    RUNTIME = "runtime"  # up to the first step, between steps, in the pause; bubbles that a worker missed
+    WAKING = "waking"  # from the opening to the first step
+    RUNTIME = "runtime"  # between steps, in the pause, in a worker that skipped the bubble
+    MISSED = "missed"  # whole bubbles of which a worker that was there has nothing
+    HELD = "held"  # until many bubbles like it would have ended
     LITTLE_TIME = "little_time"  # before the predicted end; the next step did not fit
     PAST_PREDICTION = "past_prediction"  # after the predicted end, hence no step was begun
     LITTLE_MEMORY = "little_memory"  # the next step needs more memory than the bubble has
@@ -63,6 +66,8 @@ class _Words:
     Attributes:
         any: True if a worker has a use of it.
         harvested: ns harvested by all workers; by each of them at most the bubble's ``duration``.
+        held: ns held by all workers; by each of them at most the bubble's ``duration``.
+        latency: ns until the first step of the worker that left the bubble first; 0 if it ran none.
         left, lack: fields of the worker that left the bubble last.
         missed: True if a worker was running and has no use of it.
         forgotten: True if a worker's use of it may have been dropped from its record.
@@ -72,16 +77,18 @@ class _Words:
         said = [worker for worker in workers if len(worker.uses)]
         words = {
             name: np.array([value for worker in said for value in column(worker.uses, name)], dtype=np.int64)
-            for name in ("seq", "harvested_ns", "left_ns", "lack")
+            for name in ("seq", "harvested_ns", "left_ns", "lack", "held_ns", "latency_ns")
         }
         at = np.searchsorted(seq, words["seq"])
         known = np.flatnonzero(np.append(seq, -1)[at] == words["seq"])
         known = known[np.argsort(words["left_ns"][known], kind="stable")]
         at = at[known]
         self.any = np.zeros(len(seq), dtype=bool)
-        self.harvested, self.left, self.lack = (np.zeros(len(seq), dtype=np.int64) for _ in range(3))
+        self.harvested, self.left, self.lack, self.held, self.latency = np.zeros((5, len(seq)), dtype=np.int64)
         self.any[at] = True
-        np.add.at(self.harvested, at, np.minimum(words["harvested_ns"][known], duration[at]))
+        for total, name in ((self.harvested, "harvested_ns"), (self.held, "held_ns")):
+            np.add.at(total, at, np.minimum(words[name][known], duration[at]))
+        self.latency[at[::-1]] = np.maximum(words["latency_ns"][known[::-1]], 0)
         self.left[at], self.lack[at] = words["left_ns"][known], words["lack"][known]  # the last one of each stays
         there = np.zeros(len(seq) + 1, dtype=np.int64)
         forgotten = 0
@@ -103,7 +110,12 @@ def _add_opened(use: dict[TimeUse, int], bubbles: Bubbles, opened: np.ndarray, w
     foreseen = np.clip(bubbles.predicted[opened] - taken, 0, rest)
     short = words.lack == Lack.TIME
     use[TimeUse.STEPS] += _sum(harvested)
-    use[TimeUse.RUNTIME] += _sum((taken - harvested)[words.any]) + _sum(duration[words.missed])
+    held = np.where(words.any, np.minimum(words.held, taken - harvested), 0)
+    waking = np.where(words.any, np.minimum(words.latency, taken - harvested - held), 0)
+    use[TimeUse.HELD] += _sum(held)
+    use[TimeUse.WAKING] += _sum(waking)
+    use[TimeUse.RUNTIME] += _sum((taken - harvested - held - waking)[words.any])
+    use[TimeUse.MISSED] += _sum(duration[words.missed])
     use[TimeUse.LITTLE_TIME] += _sum(foreseen[short])
     use[TimeUse.PAST_PREDICTION] += _sum((rest - foreseen)[short])
     use[TimeUse.LITTLE_MEMORY] += _sum(rest[words.lack == Lack.MEMORY])

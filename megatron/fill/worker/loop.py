@@ -73,6 +73,7 @@ class StepLoop:
         self._extra_bytes: Sequence[int] = ()
         self._shares: Sequence[float] = ()  # part of an iteration's work, by node
         self._pause_ns = 0
+        self._held_ns = 0  # in the present bubble, as in ``BubbleUse``
         self._skipped = 0
         self._probe_after = rules.probe_after
         self._probing = False
@@ -137,9 +138,11 @@ class StepLoop:
         if not (self.control.running and self._may_run(bubble)):
             self._skip(bubble, now_ns)
             return False
+        self._held_ns = 0
         if not self._await_start(bubble):
-            self._skip(bubble, now_ns)
+            self._skip(bubble, self.clock(), self._held_ns)
             return False
+        held_before_ns = self._held_ns
         self._probing = not self._fits(bubble, self.clock())
         if self._probing:
             self._skipped += 1
@@ -164,10 +167,10 @@ class StepLoop:
             self._pause_ns = now_ns - before_ns
         closed_ns = self.gate.closed_ns(bubble.seq)
         overrun_ns = max(0, last_ns - closed_ns) if closed_ns is not None and steps else 0
-        latency_ns = first_ns - bubble.opened_ns if steps and not carried_ns else -1
+        latency_ns = first_ns - bubble.opened_ns - held_before_ns if steps and not carried_ns else -1
         harvested_ns = carried_ns + max(0, spent_ns - overrun_ns)
         lack = self._lack(bubble, finished)
-        use = BubbleUse(bubble.seq, latency_ns, harvested_ns, overrun_ns, steps, now_ns, lack)
+        use = BubbleUse(bubble.seq, latency_ns, harvested_ns, overrun_ns, steps, now_ns, lack, self._held_ns)
         log.leave_bubble(use, bubble.alone)
         self._last_end_ns = max(self._last_end_ns, last_ns)
         log.phase = WorkerPhase.ASLEEP
@@ -186,8 +189,8 @@ class StepLoop:
         patient = self._skipped < self.rules.patience * after
         return not patient or self.pacer is None or self.pacer.is_long(bubble, self.clock())
 
-    def _skip(self, bubble: OpenBubble, now_ns: int) -> None:
-        self.log.skip_bubble(bubble.seq, now_ns, self._lack(bubble), bubble.alone)
+    def _skip(self, bubble: OpenBubble, now_ns: int, held_ns: int = 0) -> None:
+        self.log.skip_bubble(bubble.seq, now_ns, self._lack(bubble), bubble.alone, held_ns)
 
     def _lack(self, bubble: OpenBubble, finished: bool = False) -> Lack:
         """Return the reason why no further step begins in this bubble."""
@@ -266,11 +269,15 @@ class StepLoop:
 
     def _await_start(self, bubble: OpenBubble) -> bool:
         """Sleep until the next step may begin; True if the bubble is still open."""
-        begin_ns = self._begin_ns(bubble, self.clock())
+        now_ns = self.clock()
+        begin_ns = self._begin_ns(bubble, now_ns)
+        if begin_ns <= now_ns:
+            return self.gate.is_open(bubble.seq)
         while (left_ns := begin_ns - self.clock()) > 0 and self.gate.is_open(bubble.seq):
             if not self._may_run(bubble) or self.stopping():
                 break
             self.gate.wait_change(bubble.seq, left_ns)
+        self._held_ns += self.clock() - now_ns
         return self.gate.is_open(bubble.seq)
 
     def _fits(self, bubble: OpenBubble, now_ns: int) -> bool:

@@ -27,9 +27,11 @@ def bubble(number: int, length: int, predicted: int = 0, seq: int = 0, filling: 
     return Bubble(number, index, BubbleKind.FILL, start, start + length, predicted, seq, 0, filling)
 
 
-def use(number: int, seq: int, harvested: int, left: int, lack: Lack = Lack.TIME) -> BubbleUse:
+def use(
+    number: int, seq: int, harvested: int, left: int, lack: Lack = Lack.TIME, latency: int = 0, held: int = 0
+) -> BubbleUse:
     """``left``: from the beginning of bubble ``number``."""
-    return BubbleUse(seq, 0, harvested, 0, 1, START + 1000 * number + left, lack)
+    return BubbleUse(seq, latency, harvested, 0, 1, START + 1000 * number + left, lack, held)
 
 
 def worker(*uses: BubbleUse, older_uses: int = 0, harvested: int | None = None) -> WorkerRecord:
@@ -51,6 +53,19 @@ def test_a_bubble_is_split_at_the_last_pause_and_at_the_predicted_end():
         "little_time": 30,
         "past_prediction": 20,
     }
+
+
+def test_the_time_up_to_the_first_step_and_that_held_are_told_apart():
+    # Held until 30, woken up at 34, 4 between steps; and one that ended while it was held.
+    bubbles = [bubble(1, 100, 0, seq=1), bubble(2, 20, 0, seq=2)]
+    its = worker(use(1, 1, 52, 90, latency=4, held=30), use(2, 2, 0, 21, latency=-1, held=20))
+    assert split(bubbles, its) == {"steps": 52, "waking": 4, "held": 50, "runtime": 4, "past_prediction": 10}
+
+
+def test_of_two_jobs_the_first_one_woke_up():
+    first, tail = worker(use(1, 1, 40, 50, latency=6)), worker(use(1, 1, 25, 80, latency=55))
+    for workers in ([tail, first], [first, tail]):
+        assert split([bubble(1, 80, 80, seq=1)], *workers) == {"steps": 65, "waking": 6, "runtime": 9}
 
 
 def test_steps_past_the_predicted_end_leave_only_what_is_after_them():
@@ -87,8 +102,8 @@ def test_bubbles_before_between_and_after_the_words_of_a_worker():
     bubbles = [bubble(number, 10**number, 10**number, seq=number) for number in range(1, 3)]
     bubbles += [bubble(number, 5 * number, 100, seq=number) for number in range(3, 6)]
     its = worker(use(2, 2, 100, 100), use(4, 4, 20, 20))
-    assert split(bubbles, its) == {"steps": 120, "runtime": 15, "no_job": 10 + 25}
-    assert split(bubbles, replace(its, older_uses=1)) == {"steps": 120, "runtime": 15, "no_job": 25, "not_known": 10}
+    assert split(bubbles, its) == {"steps": 120, "missed": 15, "no_job": 10 + 25}
+    assert split(bubbles, replace(its, older_uses=1)) == {"steps": 120, "missed": 15, "no_job": 25, "not_known": 10}
 
 
 def test_of_what_is_only_known_in_sum_the_harvest_is_known():
@@ -99,7 +114,7 @@ def test_of_what_is_only_known_in_sum_the_harvest_is_known():
 
 
 def test_words_of_bubbles_that_are_not_recorded_count_nowhere():
-    assert split([bubble(1, 100, 100, seq=2)], worker(use(0, 1, 50, 50), use(9, 3, 50, 50))) == {"runtime": 100}
+    assert split([bubble(1, 100, 100, seq=2)], worker(use(0, 1, 50, 50), use(9, 3, 50, 50))) == {"missed": 100}
     assert split([], worker(use(0, 1, 50, 50))) == {}
 
 
@@ -110,7 +125,7 @@ bubbles_of_a_rank: st.SearchStrategy[list[dict[str, Any]]] = st.lists(
     max_size=12,
 )
 uses_of_a_worker = st.lists(
-    st.builds(use, st.integers(0, 14), st.integers(0, 14), odd, odd, st.sampled_from(list(Lack))), max_size=12
+    st.builds(use, *[st.integers(0, 14)] * 2, odd, odd, st.sampled_from(list(Lack)), odd, odd), max_size=12
 )
 workers_of_a_rank = st.lists(
     st.builds(
@@ -143,7 +158,7 @@ def test_the_shares_of_a_report_add_up_for_each_rank_and_stage_and_in_all():
         assert totals.harvested_s is not None
         assert totals.time_use_ns[TimeUse.STEPS] == round(totals.harvested_s * 1e9)
     # Rank 0: in 4 of its iterations 4 steps of 4 ms after 0.1 ms in 20 ms, and 9.9 of 12 ms in steps after 0.1 ms.
-    parts = {"steps": 103_600_000, "runtime": 800_000, "little_time": 15_600_000}
+    parts = {"steps": 103_600_000, "waking": 800_000, "little_time": 15_600_000}
     assert {use: ns for use, ns in report.ranks[0].time_use_ns.items() if ns} == parts
 
 

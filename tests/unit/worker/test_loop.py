@@ -142,6 +142,8 @@ def test_where_most_bubbles_end_soon_the_first_step_waits_until_they_have():
         ends_ns = (*[now_ns + MS // 5] * 6, now_ns + 50 * MS, now_ns + 50 * MS)
         bench.bubble(0, lasts_ms, ends_ns, (*[0] * 6, 9 * MS, 9 * MS))
         assert bench.task.calls.count("step") == steps
+        use = bench.uses[-1]
+        assert (use.held_ns, use.latency_ns) == (MS // 5, 0 if steps else -1)
 
 
 def test_steps_pause_where_many_bubbles_end_and_go_on_in_those_that_last():
@@ -154,6 +156,8 @@ def test_steps_pause_where_many_bubbles_end_and_go_on_in_those_that_last():
         bench.bubble(10, lasts_ms, ends_ns, (0, 0, 0, 0, 0, 2 * MS, 0, 2 * MS))
         assert bench.task.calls == ["start", *["step"] * steps, "pause"]
         assert bench.uses[1].overrun_ns == overrun_ms * MS
+        held_ms = {10.5: 0.5, 60: 12, 81: 12}[lasts_ms]  # from 10 to 12 ms, and from 50 to 60 ms
+        assert bench.uses[1].held_ns == held_ms * MS
 
 
 def test_a_bubble_too_short_is_left_alone():
