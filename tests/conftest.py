@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+import typer.main
 
 from tests.support.postgres import NoPostgres, PrivatePostgres
 
@@ -25,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if not is_controller(config):
         gc.disable()  # until all tests are collected: the imports of torch and Megatron free next to nothing
+        # A thousand calls of ``pipefill`` are run in these processes, and each would build all commands anew.
+        typer.main.get_command = functools.cache(typer.main.get_command)
         return
     from tests.e2e.training import warm
 

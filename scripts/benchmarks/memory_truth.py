@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scripts.benchmarks.memory_tracker import StorageTracker
 
+PYTHON = [sys.executable]
 # Nothing is run again, or the tracker would count the batches that are kept for it, which real runs have on the host.
 _RUN = (
     "--fake-process-group --mock-data --tokenizer-type NullTokenizer --lr 1e-4 --lr-decay-style constant "
@@ -204,7 +205,7 @@ def truths(asked: Sequence[Asked]) -> Iterator[Truth]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump([asdict(one) for one in asked], file)
         file.flush()
-        command = [sys.executable, __file__, "--asked", file.name]
+        command = [*PYTHON, __file__, "--asked", file.name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
             for one in asked:

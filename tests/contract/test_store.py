@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, Status, Then
@@ -39,6 +42,23 @@ class Backend:
         return self.opened[-1]
 
 
+@pytest.fixture(scope="session")
+def sqlite(tmp_path_factory) -> Path:
+    """An empty store, for copies of it: it takes longer to make one."""
+    path: Path = tmp_path_factory.mktemp("store") / "jobs.db"
+    SqlStore(f"sqlite:///{path}").close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def in_postgres(postgres) -> str:
+    """Likewise, the name of a database."""
+    url = make_url(postgres.new_database())
+    SqlStore(str(url)).close()
+    assert url.database is not None
+    return url.database
+
+
 @pytest.fixture(params=["memory", "sqlite", "postgresql", "pgbouncer"])
 def backend(request: pytest.FixtureRequest, tmp_path) -> Iterator[Backend]:
     clock = Clock(1_000_000.0)
@@ -48,9 +68,10 @@ def backend(request: pytest.FixtureRequest, tmp_path) -> Iterator[Backend]:
     else:
         if request.param == "sqlite":
             url = f"sqlite:///{tmp_path}/jobs.db"
+            shutil.copy(request.getfixturevalue("sqlite"), tmp_path)
         else:
             postgres = request.getfixturevalue("postgres")
-            url = postgres.new_database()
+            url = postgres.new_database(request.getfixturevalue("in_postgres"))
             if request.param == "pgbouncer":
                 try:
                     url = postgres.pooled(url)

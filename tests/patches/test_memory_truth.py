@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +19,11 @@ from megatron.fill.wings.configure.room import memory
 from megatron.fill.wings.mainjob.held import micro_batch
 from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
+from scripts.benchmarks import memory_truth
 from scripts.benchmarks.memory_tracker import StorageTracker
 from scripts.benchmarks.memory_truth import Asked, truths
+from tests.e2e import training
+from tests.e2e.launch import FRESH, WARM
 from tests.support.memory_cases import asked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
@@ -64,6 +69,13 @@ CASES = [
     ((LATENT, Parallel(pp=2, global_batch=2)), 1),
     ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
 ]
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that finds truths is forked from one that has imported torch."""
+    monkeypatch.setenv(WARM, os.environ[FRESH])
+    monkeypatch.setattr(memory_truth, "PYTHON", [sys.executable, str(training.HERE / "launch.py"), "0"])
 
 
 def test_the_accounting_is_what_megatron_allocates():

@@ -15,7 +15,7 @@ from types import TracebackType
 
 _START_S = 60
 _POOLER_PORT = 6432
-_PROGRAMS = ("initdb", "postgres", "pg_isready", "createdb")
+_PROGRAMS = ("initdb", "postgres", "pg_isready")
 
 
 class NoPostgres(Exception):
@@ -68,11 +68,18 @@ class PrivatePostgres:
         """The URL of the same database by way of ``address``."""
         return url.replace("@/", f"@{self._address}/").partition("?")[0]
 
-    def new_database(self) -> str:
-        """The URL of a new, empty database."""
+    def new_database(self, like: str = "template1") -> str:
+        """The URL of a new database.
+
+        Args:
+            like: the database that it is a copy of, to which nobody is connected; by default it is empty.
+        """
+        import psycopg
+
         self._databases += 1
         name = f"db{self._databases}"
-        self._call("createdb", "--host", str(self.folder), "--username", "pipefill", name)
+        with psycopg.connect(f"host={self.folder} user=pipefill dbname=postgres", autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {like}".encode())
         return self.url(name)
 
     def pooled(self, url: str) -> str:

@@ -150,6 +150,7 @@ def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeyp
     monkeypatch.setattr(
         sys.modules["megatron.fill.app.launch"], "share", lambda settings, on_cpu: None
     )  # which looks for GPUs
+    monkeypatch.setattr(sandbox, "look", lambda *asked: SandboxSupport(("pid", "mount"), ()))
     run_folder(tmp_path / "runs" / "first")
     (tmp_path / "jobs.yaml").write_text("jobs: [{name: pi, command: pi}]")
     monkeypatch.setenv("PIPEFILL_STORE", where)

@@ -49,7 +49,7 @@ def test_interrupted_and_resumed_is_uninterrupted(tmp_path, folder):
         machine = begin(EmbedTexts, tmp_path / "parts", state, **args)
         begun += 1
         try:
-            for _ in range(9):
+            for _ in range(11):
                 machine.run_next_step()
         except StopIteration:
             break
