@@ -161,7 +161,7 @@ def _draw(
         several = f"segment {drawn.segment} of {len(segments)}" if len(segments) > 1 else ""
         what = ", ".join(part for part in (several, drawn.what) if part)
     write_trace(run_dir / TRACE, ranks, workers, iterations, what=what)
-    draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, what=what)
+    draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, accounts=report.account, what=what)
     return ranks, workers
 
 

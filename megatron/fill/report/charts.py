@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from megatron.fill.report.schema import Report
 from megatron.fill.report.series import Bin
+from megatron.fill.report.shares import bars, colour, shown_names
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.report.window import Window, choose_window, near
 from megatron.fill.types import RankRecord, WorkerRecord
@@ -126,6 +127,30 @@ def _stacked(rows: list[Chart], field: str, title: str, color: Chart) -> Chart |
     }
 
 
+def account(report: Report, ranks: Collection[int]) -> Chart | None:
+    """Return the shares of each of these ranks' wall time, and of all ranks; None without an account."""
+    if not report.account:
+        return None
+    names = shown_names(report.account)
+    rows = [
+        {
+            "stage": "all ranks" if its.rank is None else f"rank {its.rank}, stage {its.stage}",
+            "what": one.name,
+            "share": round(one.share, 5),
+            "s": round(one.time_s, 3),
+        }
+        for its in report.account
+        if its.rank is None or its.rank in ranks
+        for one in bars(its, names)
+    ]
+    color = _color("what", names, {name: colour(name) for name in names})
+    chart = _stacked(rows, "share", "share of the wall time", color)
+    if chart is not None:
+        chart["encoding"]["x"] |= {"axis": {"format": "%"}, "scale": {"domain": [0, 1]}}
+        chart["encoding"]["tooltip"].append({"field": "s"})
+    return chart
+
+
 def harvest(bins: Sequence[Bin]) -> Chart | None:
     """Return the harvest ratio over the run; None if nothing was fillable."""
     rows = [asdict(one) for one in bins if one.harvest is not None]
@@ -196,8 +221,8 @@ def predictions(cells: Sequence[tuple[float, float, float, float, int]]) -> Char
     return {"data": {"values": rows}, "height": 260, "layer": [cell_layer, line]}
 
 
-def _color(field: str, names: Sequence[str]) -> Chart:
-    colours: dict[str, str] = _COLOURS | {str(use): colour for use, colour in _USES.items()}
+def _color(field: str, names: Sequence[str], colours: Mapping[str, str] | None = None) -> Chart:
+    colours = colours or _COLOURS | {str(use): colour for use, colour in _USES.items()}
     return {
         "field": field,
         "type": "nominal",

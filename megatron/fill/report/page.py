@@ -63,6 +63,7 @@ def write_page(
     bins = series.bins() if series else []
     charted = {
         "timeline": charts.timeline(*drawn),
+        "account": charts.account(report, {record.info.rank for record in drawn[0]}),
         "parts": charts.iteration_parts(series.parts()) if series else None,
         "uses": charts.time_uses(report),
         "harvest": charts.harvest(bins),
@@ -125,6 +126,10 @@ def _sections(
             "The last iterations in which jobs ran, by rank; the steps of jobs lie over the bubbles. Turn the wheel to "
             "zoom, drag to move, double-click to see all.",
         ),
+        "account": (
+            "Where the time went",
+            "Of the whole run, from the start of each rank's process; docs/profiler.md says what each name is.",
+        ),
         "parts": (
             "An iteration by stage",
             "Mean of the iterations whose passes are recorded; the rest is the optimizer and all else.",
@@ -144,7 +149,7 @@ def _sections(
     yield '<div class="two">'
     for name, (title, text) in titles.items():
         if name in there:
-            wide = ' style="grid-column: 1 / -1"' if name == "timeline" else ""
+            wide = ' style="grid-column: 1 / -1"' if name in ("timeline", "account") else ""
             yield f'<div{wide}><h2>{title}</h2><p>{text}</p><div class="chart" id="{name}"></div></div>'
     yield "</div>"
     yield from _jobs(report.jobs)

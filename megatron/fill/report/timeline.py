@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron.fill.linux.files import replacing
 from megatron.fill.report.bars import Bar, join, subtract
-from megatron.fill.report.schema import Summary
+from megatron.fill.report.schema import AccountReport, Summary
+from megatron.fill.report.shares import draw_shares, height_in
 from megatron.fill.report.window import Window, choose_window, near
 from megatron.fill.types import RankInfo, RankRecord, Span, WorkerRecord
 
@@ -55,15 +56,17 @@ def draw_timeline(
     iterations: int = 2,
     *,
     summary: Summary | None = None,
+    accounts: Sequence[AccountReport] = (),
     what: str = "",
 ) -> None:
-    """Draw a PNG with two lanes per rank: the training with its bubbles, and the jobs' steps.
+    """Draw a PNG with two lanes per rank: the training with its bubbles, and the jobs' steps; below, the whole run.
 
     The iterations are the last ones with steps of jobs, or the last ones if there are no steps.
 
     Args:
         iterations: number of iterations to draw.
         summary: figures for the title.
+        accounts: accounts of the ranks' time, then that of all ranks; those of the drawn ranks are drawn.
         what: description of the ranks, if not all are drawn.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -71,7 +74,11 @@ def draw_timeline(
 
     ranks = sorted(ranks, key=lambda record: record.info.rank)
     window = choose_window(ranks, workers, iterations)
-    height = _TOP_IN + _BOTTOM_IN + _ROW_IN * (len(ranks) if window else 0)
+    drawn = {record.info.rank for record in ranks}
+    its_accounts = [one for one in accounts if one.rank is None or one.rank in drawn]
+    its_accounts = its_accounts if window and len(its_accounts) > 1 else []
+    below = height_in(its_accounts)
+    height = _TOP_IN + _BOTTOM_IN + _ROW_IN * (len(ranks) if window else 0) + below
     figure = Figure(figsize=(_WIDTH_IN, height), dpi=_DPI)
     FigureCanvasAgg(figure)
     if window is None:
@@ -80,13 +87,15 @@ def draw_timeline(
         lanes = [_lanes(record, workers, window) for record in ranks]
         colours, legend = _job_colours(lanes)
         axes = figure.add_axes(
-            (_LEFT_IN / _WIDTH_IN, _BOTTOM_IN / height, _AXES_IN / _WIDTH_IN, _ROW_IN * len(ranks) / height)
+            (_LEFT_IN / _WIDTH_IN, (_BOTTOM_IN + below) / height, _AXES_IN / _WIDTH_IN, _ROW_IN * len(ranks) / height)
         )
         for row, its in enumerate(lanes):
             _draw_main(axes, row, its, window)
             _draw_side(axes, row, its, colours, window)
         _dress_axes(axes, [record.info for record in ranks], lanes[0], window)
-        _add_legend(figure, legend)
+        _add_legend(figure, legend, below)
+        if its_accounts:
+            draw_shares(figure, its_accounts, _LEFT_IN, _RIGHT_IN)
         title = _title(window, summary, what)
         size = min(12, 12 * _TITLE / len(title))
         figure.text(_LEFT_IN / _WIDTH_IN, 1 - 0.28 / height, title, fontsize=size, weight="bold", va="center")
@@ -240,7 +249,7 @@ def _dress_axes(axes: Axes, infos: Sequence[RankInfo], first: _Lanes, window: Wi
         )
 
 
-def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]]) -> None:
+def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]], below_in: float) -> None:
     from matplotlib.patches import Patch
 
     entries = {"forward": _FORWARD, "backward": _BACKWARD, "other compute": _OTHER}
@@ -252,7 +261,7 @@ def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]]) -> None:
     figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(_LEFT_IN / _WIDTH_IN, _LEGEND_IN / figure.get_figheight()),
+        bbox_to_anchor=(_LEFT_IN / _WIDTH_IN, (_LEGEND_IN + below_in) / figure.get_figheight()),
         bbox_transform=figure.transFigure,
         ncols=len(handles) if len(handles) <= 6 else (len(handles) + 1) // 2,
         frameon=False,

@@ -19,9 +19,11 @@ from megatron.fill.report import (
     compose,
     draw_timeline,
     print_report,
+    shares,
     write_trace,
 )
 from megatron.fill.report.bars import join, subtract
+from megatron.fill.report.schema import AccountReport, NamedTime
 from megatron.fill.report.window import choose_window, near
 from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
@@ -154,6 +156,47 @@ def test_timeline_shows_every_lane(tmp_path: Path) -> None:
     for colour in ("#56B4E9", "#0072B2", "#8F8F8F", "#FAF8F2", "#E69F00", "#009E73"):
         assert share_of(image, colour) > 0.005, colour
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.png"]
+
+
+def accounts(count: int) -> list[AccountReport]:
+    """An account of some ranks, then that of all: a quarter each of four names, one of them without a colour."""
+    names = ("forward", "save", "drain", "a new wait")
+    times = [NamedTime(name=name, compute=name == "forward", time_s=25.0, share=0.25, long_s=0.0) for name in names]
+    return [
+        AccountReport(
+            rank=rank,
+            stage=rank,
+            wall_s=100.0,
+            named_share=1.0,
+            idle_share=0.75,
+            long_idle_s=0.0,
+            blind=False,
+            times=times,
+        )
+        for rank in (*range(count), None)
+    ]
+
+
+def test_the_account_is_below_the_iterations(tmp_path: Path) -> None:
+    ranks, workers, _ = synthetic_run()
+    draw_timeline(tmp_path / "alone.png", ranks, workers)
+    draw_timeline(tmp_path / "below.png", ranks, workers, accounts=accounts(20))  # of other ranks, too
+    alone, below = (pixels(tmp_path / f"{name}.png") for name in ("alone", "below"))
+    added = below[alone.shape[0] :]
+    assert 80 < len(added) < 200
+    for name in ("forward", "save", "drain", "a new wait"):
+        assert share_of(added, shares.colour(name)) > 0.02
+    draw_timeline(tmp_path / "none.png", ranks, workers, accounts=accounts(0))
+    assert pixels(tmp_path / "none.png").shape == alone.shape
+
+
+def test_the_bars_of_an_account_add_up_to_all_its_time() -> None:
+    (one, whole) = accounts(1)
+    little = NamedTime(name="load", compute=False, time_s=0.1, share=0.001, long_s=0.0)
+    both = [account.model_copy(update={"times": [*account.times, little]}) for account in (one, whole)]
+    names = shares.shown_names(both)
+    assert names == ["forward", "drain", "save", "a new wait", "others"]
+    assert sum(part.time_s for part in shares.bars(both[0], names)) == pytest.approx(100.1)
 
 
 def test_timeline_of_many_ranks_jobs_and_of_nothing(tmp_path: Path) -> None:

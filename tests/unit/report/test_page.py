@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.account import Account
 from megatron.fill.errors import FillError
-from megatron.fill.records import begin_segment, rank_file, read_segments, write_agent, write_rank
+from megatron.fill.records import AccountWriter, begin_segment, rank_file, read_segments, write_agent, write_rank
 from megatron.fill.report import compose
 from megatron.fill.report import page as page_module
 from megatron.fill.report.compare import compared
@@ -42,6 +43,10 @@ def page(tmp_path_factory) -> Path:
         its = [(named[one.job], one) for one in workers if one.rank == record.info.rank]
         its = [(replace(job, name=EVIL), replace(one, job=EVIL)) for job, one in its]
         write_agent(folder / f"agent{record.info.rank}.jsonl", its)
+        account = Account()
+        account.settle()
+        account.enter("forward")
+        AccountWriter(folder, record.info, account, lambda: True).close()
     compose(run, page=partial(write_page, run / "page.html", run))
     return run / "page.html"
 
@@ -54,11 +59,19 @@ def charts(page: Path) -> dict:
 
 
 def test_it_has_every_chart_and_no_address(page):
-    assert set(charts(page)) == {"timeline", "parts", "uses", "harvest", "times", "predictions"}
+    assert set(charts(page)) == {"timeline", "account", "parts", "uses", "harvest", "times", "predictions"}
     text = page.read_text(encoding="utf-8")
     outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"https?://|src=|@import", outside)
     assert "stops filling until iteration 69" in text
+
+
+def test_the_account_has_a_bar_for_each_rank_and_one_for_all(page):
+    rows = charts(page)["account"]["data"]["values"]
+    for where in ("rank 0, stage 0", "rank 1, stage 1", "all ranks"):
+        its = {row["what"]: row["share"] for row in rows if row["stage"] == where}
+        assert its["forward"] > 0.5
+        assert sum(its.values()) == pytest.approx(1, abs=1e-3)
 
 
 def test_what_a_job_is_called_does_no_harm(page):
