@@ -14,7 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, floor, lcm
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.peaks import laid_out
-from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.configure.room import least_known, memory
 from megatron.fill.wings.configure.search import unfused
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
@@ -43,6 +43,7 @@ class Row:
     """A measured training.
 
     Attributes:
+        least_known: True if it has a flag with which peaks are known least; no interval is learned from it.
         refused: reason why it cannot be expressed, or "".
         predicted_bytes: 0 if it is refused.
         upper_bytes: likewise; that of unfused attention, which the interval ends with, where the flags leave it open.
@@ -54,6 +55,7 @@ class Row:
     measured_bytes: int
     predicted_bytes: int
     upper_bytes: int
+    least_known: bool
     refused: str
 
     @property
@@ -95,7 +97,8 @@ def _row(line: dict[str, str]) -> Row:
         group = _group(model, its, line["recipe"])
     except ConfigError as error:
         refused = str(error)
-    return Row(line["recipe"], line["platform"], group, int(line[_PEAK]), predicted, upper, refused)
+    row = line["recipe"], line["platform"], group
+    return Row(*row, int(line[_PEAK]), predicted, upper, bool(least_known(flags)), refused)
 
 
 def laid_out_as(line: dict[str, str]) -> tuple[list[str], int]:
@@ -147,6 +150,7 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         recipes[row.recipe].append(row.error)
     usual = {recipe: median(measured) for recipe, measured in peaks.items()}
     current = [row for row in told if abs(row.measured_bytes / usual[row.recipe] - 1) < _SUPERSEDED]
+    sources = [row for row in current if not row.least_known]
     dense, experts = (_of(told, "experts", there) for there in (False, True))
     return {
         "dense_mean": _mean(dense),
@@ -157,10 +161,10 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "experts_mean": _mean(experts),
         "context_mean": _mean([row for row in told if "cp1" not in row.group]),
         "expressible": len(told) / len(rows),
-        "held_by_interval": _held(told, current, lambda row: row.recipe),
-        "held_by_interval_current": _held(current, current, lambda row: row.recipe),
-        "held_by_interval_families": _held(told, current, lambda row: row.group),
-        "quantiles": _quantiles(current),
+        "held_by_interval": _held(told, sources, lambda row: row.recipe),
+        "held_by_interval_current": _held(current, sources, lambda row: row.recipe),
+        "held_by_interval_families": _held(told, sources, lambda row: row.group),
+        "quantiles": _quantiles(sources),
         "groups": {name: _shown(errors) for name, errors in sorted(groups.items())},
         "recipes": {name: _shown(errors) for name, errors in recipes.items()}
         | {row.recipe: row.refused for row in rows if row.refused},
@@ -171,15 +175,16 @@ def _of(rows: Sequence[Row], name: str, there: bool) -> list[Row]:
     return [row for row in rows if (name in row.group) == there]
 
 
-def _held(rows: Sequence[Row], current: Sequence[Row], family: Callable[[Row], Hashable]) -> float:
-    """Return the share of rows in the interval that current rows of other families give, for their kind of model.
+def _held(rows: Sequence[Row], sources: Sequence[Row], family: Callable[[Row], Hashable]) -> float:
+    """Return the share of rows in the interval that rows of other families give, for their kind of model.
 
-    It is what ``configure`` prints; a row without two others counts as outside.
+    It is what ``configure`` prints, but not wider for flags with which peaks are known least, as only those rows say
+    by how much; a row without two others counts as outside.
     """
     held = 0
     for row in rows:
         there = "experts" in row.group
-        others = [one for one in _of(current, "experts", there) if family(one) != family(row)]
+        others = [one for one in _of(sources, "experts", there) if family(one) != family(row)]
         if len(others) > 1:
             low, high = _ends(others)
             held += low * row.predicted_bytes <= row.measured_bytes <= high * row.upper_bytes
@@ -193,9 +198,9 @@ def _quantiles(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def _ends(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the 5% and the 95% quantile of measured over predicted peaks."""
+    """Return the 5% and the 95% quantile of measured over predicted peaks, rounded outwards; 1% from 1 at least."""
     cuts = quantiles([row.ratio for row in rows], n=20, method="inclusive")
-    return cuts[0], cuts[-1]
+    return min(floor(100 * cuts[0]), 99) / 100, max(ceil(100 * cuts[-1]), 101) / 100
 
 
 def _mean(rows: Sequence[Row]) -> float | None:

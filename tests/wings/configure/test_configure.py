@@ -24,7 +24,7 @@ from megatron.fill.wings.configure.layout import lay_out
 from megatron.fill.wings.configure.links import Links, Route, all_reduce_s
 from megatron.fill.wings.configure.many import ManyOrders
 from megatron.fill.wings.configure.passes import Both, Passes, Profile
-from megatron.fill.wings.configure.room import least_bytes, margins, memory
+from megatron.fill.wings.configure.room import least_bytes, least_known, margins, memory
 from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.configure.value import fill_kinds, valued
@@ -485,6 +485,9 @@ def test_a_deterministic_training_may_keep_its_scores():
 def test_experts_and_corrections_have_intervals_of_their_own():
     experts, dense = margins(replace(SMALL, experts=8)), margins(SMALL)
     assert experts.high > dense.high > margins(SMALL, corrected=True).high > 1 > dense.low
+    flex = margins(SMALL, flags=["--moe-flex-dispatcher-backend", "hybridep", "--fp8-format=hybrid"])
+    assert (flex.low, flex.high) == (dense.low, dense.high * 1.6)
+    assert list(least_known(["--fp8-format=hybrid", "--bf16"])) == ["--fp8-format"]
 
 
 # The value of bubbles

@@ -120,7 +120,7 @@ class Evaluator:
         self.links = links
         self.passes = passes
         self.correction = correction
-        self.margins = margins(training.model, correction is not None)
+        self.margins = margins(training.model, correction is not None, training.others)
         self._layouts: dict[tuple[int | None, ...], Layout] = {}
         self._models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.fill.wings.configure.cluster import Cluster
     from megatron.fill.wings.configure.flags import Training
     from megatron.fill.wings.configure.passes import Profile
+    from megatron.fill.wings.configure.room import Margins
     from megatron.fill.wings.configure.search import Proposal
     from megatron.fill.wings.configure.value import Objective, Valued
 
@@ -61,8 +62,8 @@ def configure(
     less than predictions err. On a measured network, ranks are placed for the shortest iteration. With --profile,
     passes take as long as in that run.
 
-    --json writes "configurations", "timed", "ignored" (flags) and a list "best", each with its layout, rank order,
-    flags and figures.
+    --json writes "configurations", "timed", the flags "ignored" and "least_known", and a list "best", each with its
+    layout, rank order, flags and figures.
     """
     from rich.console import Console
 
@@ -122,7 +123,7 @@ def pays(
     """Print the value of a training's bubbles, or that filling does not pay; without GPUs, in a second.
 
     The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes,
-    memory_interval_bytes, gpus_worth, pays and ignored (flags).
+    memory_interval_bytes, gpus_worth, pays, and flags as ignored and least_known.
     """
     from megatron.fill.cli.views import print_json
     from megatron.fill.wings.configure.flags import read_flags
@@ -132,7 +133,7 @@ def pays(
     found = figures(training, gpus, gpu, network, schedule)
     worth = found.gpus_worth / found.proposal.parallel.gpus
     if as_json:
-        print_json(_figures(found) | {"pays": worth >= _PAYS, "ignored": training.ignored})
+        print_json(_figures(found) | {"pays": worth >= _PAYS, **_said(training)})
         return
     its = found.proposal
     print(f"An iteration takes {its.iteration_s:.3g} s on {its.parallel.gpus} GPUs; {its.bubble_share:.1%} is bubbles.")
@@ -146,9 +147,27 @@ def pays(
 
 
 def _print_ignored(training: Training) -> None:
-    """Print the flags that the figures leave out."""
+    """Print the flags that the figures leave out, and those with which they are known least."""
+    from megatron.fill.wings.configure.room import least_known
+
     if training.ignored:
         print(f"Not weighed, though they change time or memory: {', '.join(training.ignored)}.")
+    known = least_known(training.others)
+    if known:
+        print(f"Memory is known least with: {', '.join(_unsure(flag, its) for flag, its in known.items())}.")
+
+
+def _unsure(flag: str, its: Margins) -> str:
+    if (its.low, its.high) == (1, 1):
+        return f"{flag} (never measured alone)"
+    return f"{flag} (the interval's ends are {its.low:g} and {its.high:g} times as far)"
+
+
+def _said(training: Training) -> dict[str, Any]:
+    """Return the flags that the figures leave out, and those with which memory is known least."""
+    from megatron.fill.wings.configure.room import least_known
+
+    return {"ignored": training.ignored, "least_known": list(least_known(training.others))}
 
 
 def _figures(one: Valued) -> dict[str, Any]:
@@ -175,7 +194,7 @@ def _write_json(path: Path, choice: Choice, cluster: Cluster, training: Training
         its = one.proposal
         entry = _figures(one) | {"cost": _cost(one, cluster), "parallel": asdict(its.parallel)}
         best.append(entry | {"flags": layout_flags(its.parallel, training.model.predicted), "order": list(its.order)})
-    data = {"configurations": choice.configurations, "timed": choice.timed, "ignored": training.ignored, "best": best}
+    data = {"configurations": choice.configurations, "timed": choice.timed, **_said(training), "best": best}
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
