@@ -48,7 +48,8 @@ class Listener(Protocol):
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         """Called when the rank is about to wait.
 
-        Bubbles of the pipeline are numbered through the cycle, those of another kind through the save or iteration.
+        Bubbles of the pipeline are numbered through the cycle, those of another kind through the save, the iteration or
+        the evaluation's schedule.
 
         Args:
             free_bytes: device memory promised to be free during the bubble; None for the free memory found.
@@ -141,7 +142,9 @@ class BubbleBus:
         self._open = False
         self._marked = False  # the open bubble is marked by hand
         self._saving = False
-        self._save_waits = self._batches = 0  # waits in this save, batches in this iteration
+        self._save_waits = self._batches = (
+            0  # waits in this save; batches in this iteration, or schedule of an evaluation
+        )
 
     # The patches call the methods below in the order of the events.
 
@@ -175,7 +178,9 @@ class BubbleBus:
         self._forward_only = key.forward_only
         self._index = self._forwards = self._backwards = 0
         self._passes = key.microbatches * key.chunks
-        if self._training:
+        if not self._training:
+            self._batches = 0
+        else:
             key = replace(key, forward_only=False)
             for callback in self.callbacks:
                 callback.on_schedule()
@@ -262,8 +267,8 @@ class BubbleBus:
         return self._outside(BubbleKind.SAVE, self._save_waits - 1, call)
 
     def wait_for_batch[T](self, call: Callable[[], T]) -> T:
-        """Make a call that waits for the next batch: in an iteration, in a bubble."""
-        if not self._training:
+        """Make a call that waits for the next batch: in an iteration or an evaluation's schedule, in a bubble."""
+        if not (self._training or self._in_cycle):
             return call()
         self._batches += 1
         return self._outside(BubbleKind.DATA, self._batches - 1, call)

@@ -63,7 +63,7 @@ class Bubble:
     Attributes:
         iteration: number of the training iteration, from 1, as Megatron prints it.
         index: position in the iteration's bubble cycle, from 0; outside the pipeline, among the waits of its kind in
-            the save or the iteration.
+            the save, the iteration or the evaluation's schedule.
         predicted_ns: duration predicted when it opened; 0 for no prediction.
         seq: the gate's number of it; 0 if the gate stayed shut (too short, not yet predictable, filling off).
         free_bytes: device memory that the training left free.

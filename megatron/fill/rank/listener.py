@@ -115,6 +115,7 @@ class RankListener:
             watched: True if its bubbles will be reported; None if this listener decides that itself.
         """
         self.iteration = iteration
+        self._forward_only = False
         self._iteration_start_ns = now_ns
         self._iterations_seen += 1
         begun = self._blocks.begun
@@ -202,7 +203,8 @@ class RankListener:
         if kind in PIPELINE_KINDS:
             forecast = self.predictor.forecast(kind, index, now_ns)
         else:
-            forecast = self._outside.forecast(kind, index)
+            evaluating = kind is BubbleKind.DATA and self._forward_only
+            forecast = self._outside.forecast(kind, index, evaluating=evaluating)
         seq = 0
         filling = self.filling and self.control.running
         if filling and forecast.fills and self.gate is not None:
@@ -224,7 +226,7 @@ class RankListener:
             self.predictor.observe(bubble.kind, bubble.index, bubble.start_ns, now_ns)
         else:
             duration_ns = now_ns - bubble.start_ns
-            rested = self._outside.observe(bubble.kind, bubble.index, duration_ns)
+            rested = self._outside.observe(duration_ns)
             if not bubble.seq and not (rested and duration_ns >= _LEAST_OUTSIDE_NS):
                 return
         free_bytes = self.free_bytes() if bubble.promised_bytes is None else bubble.promised_bytes

@@ -1,8 +1,8 @@
 """Prediction of the waits outside the pipeline: for other ranks in a checkpoint's save, and for the next batch.
 
 They come seldom, or are usually short, and nothing bounds them.  So a wait is expected to last as long as the shortest
-of the last ones at its place (the same wait of the save, or the same batch of the iteration), and the first one there
-is not predicted.  A step begins only if it ends before.
+of the last ones at its place, and the first one there is not predicted.  A step begins only if it ends before.  Places
+are the waits of a save, the batches of a training iteration, and those of a schedule in an evaluation.
 
 A wait is worth filling only if the rank itself rests in it.  A loader without workers computes the batch in the rank's
 own thread, and a save in the background copies.  A wait in which the rank's process used its cores for more than
@@ -12,7 +12,7 @@ own thread, and a save in the background copies.  A wait in which the rank's pro
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from megatron.fill.rank.predictor import Forecast
@@ -35,18 +35,19 @@ class OutsidePredictor:
         self._min_bubble_ns = min_bubble_ns
         self._cpu_ns = cpu_ns
         self._began_cpu_ns = 0
-        self._last: dict[tuple[BubbleKind, int], deque[int]] = {}  # lengths in ns, by kind and place
+        self._last: defaultdict[tuple[BubbleKind, bool, int], deque[int]] = defaultdict(lambda: deque(maxlen=_LAST))
+        self._place = BubbleKind.SAVE, False, 0  # of the present wait
 
-    def forecast(self, kind: BubbleKind, index: int) -> Forecast:
+    def forecast(self, kind: BubbleKind, index: int, *, evaluating: bool = False) -> Forecast:
         """Return the prediction for the wait that begins now."""
         self._began_cpu_ns = self._cpu_ns()
-        shortest_ns = min(self._last.get((kind, index), ()), default=0)
+        self._place = kind, evaluating, index
+        shortest_ns = min(self._last.get(self._place, ()), default=0)
         return Forecast(shortest_ns, fills=shortest_ns >= self._min_bubble_ns)
 
-    def observe(self, kind: BubbleKind, index: int, duration_ns: int) -> bool:
+    def observe(self, duration_ns: int) -> bool:
         """Learn from the wait that ends now; False if the rank was busy in it."""
         rested = self._cpu_ns() - self._began_cpu_ns <= _MOST_BUSY * duration_ns
-        if index < _MOST_PLACES:
-            last = self._last.setdefault((kind, index), deque(maxlen=_LAST))
-            last.append(duration_ns if rested else 0)
+        if self._place[-1] < _MOST_PLACES:
+            self._last[self._place].append(duration_ns if rested else 0)
         return rested

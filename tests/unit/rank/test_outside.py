@@ -11,10 +11,12 @@ from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.stream import StreamListener
-from megatron.fill.types import Bubble, BubbleKind
+from megatron.fill.types import Bubble, BubbleKind, CycleKey
 from tests.support.fakes import FakeGate
 from tests.unit.rank.test_hooks import Heard, make
 from tests.unit.rank.test_rank import INFO, MS, Drive
+
+TRAINING = CycleKey("1f1b", 1)
 
 
 class Cpu:
@@ -32,10 +34,11 @@ def test_the_shortest_of_the_last_waits_at_the_same_place():
     found = []
     for duration_ms in (50, 80, 30, 60, 60, 60, 60, 60, 60):
         found.append(predictor.forecast(BubbleKind.SAVE, 3).shortest_ns // MS)
-        predictor.observe(BubbleKind.SAVE, 3, duration_ms * MS)
+        predictor.observe(duration_ms * MS)
     assert found == [0, 50, 50, 30, 30, 30, 30, 30, 60]
     assert not predictor.forecast(BubbleKind.SAVE, 4).fills
     assert not predictor.forecast(BubbleKind.DATA, 3).fills
+    assert not predictor.forecast(BubbleKind.SAVE, 3, evaluating=True).fills
     assert predictor.forecast(BubbleKind.SAVE, 3).fills
 
 
@@ -45,7 +48,7 @@ def test_a_wait_in_which_the_rank_works_is_not_filled():
     for busy_ms in (1, 20):
         predictor.forecast(BubbleKind.DATA, 0)
         cpu.ns += busy_ms * MS
-        assert predictor.observe(BubbleKind.DATA, 0, 50 * MS) is (busy_ms == 1)
+        assert predictor.observe(50 * MS) is (busy_ms == 1)
         assert predictor.forecast(BubbleKind.DATA, 0).fills is (busy_ms == 1)
 
 
@@ -91,6 +94,39 @@ def test_the_cycle_stays_as_without_them():
     assert cycles[0].slots == cycles[1].slots
     inner = [[bubble.predicted_ns for bubble in of(one, BubbleKind.INTERIOR)] for one in (plain, with_waits)]
     assert inner[0] == inner[1]
+
+
+def test_batches_of_evaluations_are_predicted_apart_from_those_of_iterations():
+    gate = FakeGate()
+    listener = RankListener(gate, Recorder(INFO, 3), BubblePredictor(FillRule(warmup=2)), lambda: 7)
+    drive = Drive(listener)
+    evaluation = CycleKey("1f1b", 1, forward_only=True)
+    for _ in range(3):
+        for key, batch_ms in ((TRAINING, 0.1), (evaluation, 40), (evaluation, 40)):
+            if not key.forward_only:
+                drive.number += 1
+                listener.iteration_started(drive.number, drive.now_ns)
+            listener.cycle_started(key, drive.now_ns)
+            listener.bubble_opened(BubbleKind.DATA, 0, drive.now_ns)
+            drive.now_ns += int(batch_ms * MS)
+            listener.bubble_closed(drive.now_ns)
+            if not key.forward_only:
+                listener.iteration_ended(drive.now_ns)
+    batches = of(listener, BubbleKind.DATA)
+    assert [bubble.duration_ns // MS for bubble in batches] == [40] * 6  # those of iterations are too short
+    assert [bubble.predicted_ns // MS for bubble in batches] == [0, 40, 40, 40, 40, 40]
+    assert [bool(bubble.seq) for bubble in batches] == [False] * 4 + [True] * 2  # after the warm-up
+
+
+def test_the_bus_numbers_the_batches_of_each_schedule_of_an_evaluation():
+    bus, heard = make()
+    for _ in range(2):
+        bus.begin_schedule(CycleKey("1f1b", 2, forward_only=True))
+        for _ in range(2):
+            bus.wait_for_batch(int)
+        bus.end_schedule()
+        bus.wait_for_batch(int)  # outside
+    assert heard.bubbles == 2 * [("data", 0), ("data", 1)]
 
 
 def test_the_bus_numbers_them_in_each_save_and_iteration():
