@@ -3,13 +3,16 @@
 Trains the small GPT of the benchmarks on the CPU, with two side tasks, in seven ways (``--parts``): ``plain`` (1F1B,
 two stages), with ``saves`` and with ``evaluation`` every tenth iteration, with a ``slow-loader``, with two replicas
 (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.  ``paired`` is the
-plain one in pairs of blocks with and without filling, for the slowdown.
+plain one in pairs of blocks with and without filling, for the slowdown, and ``paired-vpp`` that of two chunks.
 
 * ``named_share``: compute and named idle time over the wall time, by training, all ranks together; the wall time is
   that of the process's clock.
 * ``long_idle_filled``: seconds of jobs' steps in bubbles over all idle seconds in stretches of 1 ms or more, by
   training, from the first iteration on: also what PipeFill does not fill, such as saves, and its warm-up.
 * ``harvest_1f1b``, ``harvest_interleaved``: the harvest ratio of ``plain`` and of ``vpp``.
+* ``slowdown``, ``slowdown_interleaved``: of ``paired`` and of ``paired-vpp``.
+
+The details have ``time_use_ns``: where the bubble time that was not harvested went.
 
     python scripts/benchmarks/bench_idle.py --json docs/benchmarks/idle.json
 """
@@ -30,6 +33,10 @@ OFTEN = "10"  # iterations between two saves, or evaluations
 _WARMUP = 5
 _BEFORE = {"start-up", "load"}  # idle time before the first iteration
 _INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "2")
+_PAIRED: dict[str, tuple[str, tuple[str, ...]]] = {  # name of the slowdown, and flags
+    "paired": ("slowdown", ()),
+    "paired-vpp": ("slowdown_interleaved", _INTERLEAVED),
+}
 
 
 def trained(folder: Path, part: str, iterations: int) -> dict[str, Any]:
@@ -67,20 +74,23 @@ def figures(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parts = ("plain", "saves", "evaluation", "slow-loader", "dp2", "vpp", "timers", "paired")
+    parts = ("plain", "saves", "evaluation", "slow-loader", "dp2", "vpp", "timers", *_PAIRED)
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--iterations", type=int, default=100, help="of each training but paired (default: 100)")
+    parser.add_argument(
+        "--iterations", type=int, default=100, help="of each training but the paired ones (default: 100)"
+    )
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of 10 iterations (default: 20)")
     options = parser.parse_args()
     results = opened(parser, options.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for part in options.parts:
-            if part == "paired":
+            if part in _PAIRED:
+                name, flags = _PAIRED[part]
                 blocks = Blocks(10, options.pairs, _WARMUP, settling=2)
-                report = filled(folder, part, jobs_file(folder / "jobs.yaml", JOBS), blocks)
-                results.add(part, {"slowdown": report["summary"]["slowdown"]})
+                report = filled(folder, part, jobs_file(folder / "jobs.yaml", JOBS), blocks, *flags)
+                results.add(part, {name: report["summary"]["slowdown"]}, **figures(report))
                 continue
             found = figures(trained(folder, part, options.iterations))
             for name in ("named_share", "long_idle_filled"):
