@@ -8,6 +8,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.fill.display import counted
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import BubbleCycle, JobProfile
 
@@ -153,11 +154,7 @@ def _kind(name: str) -> str:
 def _title(panel: Panel) -> str:
     plan = panel.job.plan
     title = f"{panel.title}: {panel.job.name} ({plan.configuration}), "
-    title += f"{_count(plan.iterations, 'iteration')} in {_count(plan.cycles, 'cycle')}"
+    title += f"{counted(plan.iterations, 'iteration')} in {counted(plan.cycles, 'cycle')}"
     if plan.cycles > _ROWS:
         title += f", of which {_ROWS} are shown"
     return title + (f"; in the tails {panel.tail.name} ({panel.tail.plan.configuration})" if panel.tail else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from megatron.fill.display import counted
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.schema import Report
 from megatron.fill.report.timeuse import TimeUse
@@ -97,20 +98,16 @@ def _figures(report: Report) -> dict[str, str]:
     longest = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
     attempts = sum(len(job.attempts) for job in report.jobs)
     return {
-        "iterations": _counted(report.total.iterations, "iteration"),
+        "iterations": counted(report.total.iterations, "iteration"),
         "warmup": str(max(segment.warmup or 0 for segment in report.segments)),
         "most": str(max(segment.iterations for segment in report.segments)),
-        "jobs": _counted(len(report.jobs), "job"),
-        "attempts": _counted(attempts, "attempt"),
+        "jobs": counted(len(report.jobs), "job"),
+        "attempts": counted(attempts, "attempt"),
         "store": next(segment.store for segment in reversed(report.segments) if segment.store),
         "longest": f"{longest:.1f} ms",
         "then": "the training goes on" if last.ending is SegmentEnding.RUNNING else "a longer training helps",
         "later": "ask again later" if last.ending is SegmentEnding.RUNNING else "the training was over before",
     }
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 _SENTENCES = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.fill.linux.files import replacing
 from megatron.fill.wings.sim.results import Completion, SimResult, UseOfTime, short_names
+from megatron.fill.wings.sim.terminal import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,7 +101,7 @@ def _draw_use(axes: Axes, rows: Sequence[_Row]) -> None:
             axes.barh(places, widths_pc, left=begins, color=colour, edgecolor="#999999", linewidth=0.4, label=label)
         begins = [begin + 100 * width for begin, width in zip(begins, widths, strict=True)]
     for place, use in zip(places, uses, strict=True):
-        axes.text(101, place, f"{_count(use.gpus_worth)} GPUs' worth", va="center", fontsize=8, color=_INK)
+        axes.text(101, place, f"{count(use.gpus_worth)} GPUs' worth", va="center", fontsize=8, color=_INK)
     axes.set(xlim=(0, 100), xlabel="% of the devices' time")
     axes.set_title("Where the time goes", loc="left", fontsize=10, color=_INK)
     _rows(axes, rows)
@@ -129,7 +130,3 @@ def _rows(axes: Axes, rows: Sequence[_Row]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
