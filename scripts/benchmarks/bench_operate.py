@@ -19,8 +19,8 @@ not succeed or lack a step, the store heard of those in ``twice`` more than once
 failed.  Of the jobs ``at_the_end_again``, the store did not hear that they were at their end before the lease ended.
 
 ``watching``: a training of two ranks with two jobs that is watched by turns: with metrics scraped every 5 s, metrics
-and spans sent by OTLP, and figures in TensorBoard, and then without.  ``metrics_slowdown`` is that of its iterations,
-in pairs of turns; on a busy machine it says little.
+and the spans of one iteration in ten sent by OTLP, and figures in TensorBoard, and then without.  ``metrics_slowdown``
+is that of its iterations, in pairs of turns; on a busy machine it says little.
 
     python scripts/benchmarks/bench_operate.py --json docs/benchmarks/operate.json
     python scripts/benchmarks/bench_operate.py --parts deaths --json docs/benchmarks/operate.json

@@ -36,6 +36,7 @@ from scripts.benchmarks.trainings import command, iterations_of, jobs_file, sett
 
 _ITERATIONS = 100_000  # more than there is time for
 _SCRAPE_S = 5.0
+_SAMPLED = 0.1  # part of the iterations whose bubbles are sent as spans: ten times the usual one
 _START_MINUTES = 2
 
 
@@ -69,6 +70,7 @@ def measure_watching(folder: Path, pairs: int, seconds: float) -> tuple[dict[str
         OTLP: f"http://127.0.0.1:{collector.server_port}",
         "OTEL_METRIC_EXPORT_INTERVAL": str(int(_SCRAPE_S * 1e3)),
         "OTEL_TRACES_EXPORTER": "otlp",
+        "OTEL_TRACES_SAMPLER_ARG": str(_SAMPLED),
     }
     over = threading.Event()
     with training(command(_ITERATIONS, folder / "watched", script, *flags), folder / "watched.log") as process:
