@@ -114,16 +114,24 @@ class BubblePredictor:
         cycle, rule = self._cycle, self.rule
         allowed_ns = 2 * CASES * _FOR_CASES * self.overrun * cycle.period_ns
         gains, most = cycle.gains, cycle.most
+        count = len(most) if allowed_ns else 0
         steps_ns: list[int] = []
-        before_ns, weight = shortest_ns, 2 * CASES - 1
+        before_ns, weight = shortest_ns, 2 * CASES + 1
         for end_ns in ends_ns:
-            gain = max(0, end_ns - before_ns) * weight  # times 2 ``CASES``
-            before_ns, weight = max(before_ns, end_ns), weight - 2
-            gains.append(gain)
-            if most and allowed_ns:
-                share_ns = allowed_ns / max(1, len(most) - bisect_left(most, gain))
-                longest_ns = int(among_replicas(share_ns, rule.replicas, cycle.scale_ns))
-                steps_ns.append(min(longest_ns, gain))  # a longer one runs on for more than is filled
+            weight -= 2
+            step_ns = 0
+            if end_ns > before_ns:
+                gain = (end_ns - before_ns) * weight  # times 2 ``CASES``
+                before_ns = end_ns
+                gains.append(gain)
+                if count:
+                    longest_ns = allowed_ns / (count - bisect_left(most, gain) or 1)
+                    if rule.replicas > 1:
+                        longest_ns = among_replicas(longest_ns, rule.replicas, cycle.scale_ns)
+                    step_ns = gain if gain < longest_ns else int(longest_ns)  # a longer one fills less than it runs on
+            steps_ns.append(step_ns)
+        if not count:
+            return ()
         return tuple(steps_ns)
 
     def _shortest_after(self, kind: BubbleKind, index: int) -> int:

@@ -206,14 +206,18 @@ def test_after_a_sudden_short_bubble_nothing_is_said_beyond_it():
 
 
 def turns(predictor: BubblePredictor, *durations_ms: float, count: int, period_ms: int = 1000) -> list[Forecast]:
-    """Run cycles that begin one period after the other; what is said in the last one, which is left open."""
+    """Run cycles that begin one period after the other, every second one with bubbles of 1.1 times the duration.
+
+    Returns:
+        What is said in the last one, which is left open.
+    """
     for number in range(count):
         now_ns = number * period_ms * MS
         predictor.cycle_started(TRAINING, now_ns)
         said = []
         for index, duration in enumerate(durations_ms):
             said.append(predictor.forecast(BubbleKind.INTERIOR, index, now_ns))
-            end_ns = now_ns + int(duration * MS)
+            end_ns = now_ns + int(duration * (1 + number % 2 / 10) * MS)
             predictor.observe(BubbleKind.INTERIOR, index, now_ns, end_ns)
             now_ns = end_ns
     return said
