@@ -15,20 +15,22 @@ _HEADINGS = {
     TimeUse.MISSED: "missed",
     TimeUse.HELD: "held",
     TimeUse.LITTLE_TIME: "little\ntime",
-    TimeUse.PAST_PREDICTION: "past\nprediction",
+    TimeUse.PAST_PREDICTION: "past\nend",
     TimeUse.LITTLE_MEMORY: "little\nmemory",
     TimeUse.NO_JOB: "no\njob",
     TimeUse.TOO_SHORT: "too\nshort",
-    TimeUse.NOT_PREDICTED: "not\npredicted",
+    TimeUse.NOT_PREDICTED: "not pre-\ndicted",
     TimeUse.NOT_KNOWN: "not\nknown",
 }
 
-_IF_ANY = (TimeUse.MISSED, TimeUse.HELD, TimeUse.NOT_KNOWN)  # left out where there is none
+_LEAST = 0.0005  # share of the whole from which on a use has a column: all of them are too wide for 80 columns
 
 
 def use_table(report: Report) -> Table:
     """Return a table of the uses of the bubble time with filling on, in percent."""
-    used = [use for use in TimeUse if use not in _IF_ANY or report.total.time_use_ns[use]]
+    total = report.total.time_use_ns
+    least_ns = _LEAST * sum(total.values())
+    used = [use for use in TimeUse if use is TimeUse.STEPS or total[use] > least_ns]
 
     def cells(totals: Totals) -> list[str]:
         whole_ns = sum(totals.time_use_ns.values())
