@@ -50,9 +50,17 @@ fi
 if [ $# -gt 0 ]; then
     exec "$venv/bin/python" -m pytest "$@"
 fi
-# Some wait while others compute.  Of end-to-end tests, which train on two cores, no more than two are run at a time.
+# Of end-to-end tests, which train on two cores, no more than two are run at a time.  They often wait for something, and
+# so do some of the others: side by side both keep the cores busy, and the end-to-end tests' output comes last.
 status=0
 export OMP_NUM_THREADS=1  # else the libraries' threads of two processes spin for two cores
-"$venv/bin/python" -m pytest --numprocesses 3 "${suites[@]}" || status=$?
-"$venv/bin/python" -m pytest --numprocesses 2 tests/e2e || status=$?
+log=$(mktemp)
+set -m  # without job control, bash has a command in the background ignore Ctrl-C
+"$venv/bin/python" -m pytest --numprocesses 2 tests/e2e >"$log" 2>&1 &
+e2e=$!
+set +m
+trap 'kill -INT "$e2e" 2>/dev/null || :; rm -f "$log"' EXIT
+"$venv/bin/python" -m pytest --numprocesses 2 "${suites[@]}" || status=$?
+wait "$e2e" || status=$?
+cat "$log"
 exit "$status"
