@@ -170,7 +170,9 @@ def model_flags(model: ModelSpec) -> list[str]:
 def asked(case: Case, stage: int) -> Asked:
     """The first rank of a stage."""
     model, its = case
-    precision = {Precision.BF16: ["--bf16"], Precision.FP16: ["--fp16"], Precision.FP32: []}[its.precision]
+    reduced = ["--bf16", "--grad-reduce-in-bf16", "--no-gradient-accumulation-fusion"]
+    flags_of = {Precision.BF16: ["--bf16"], Precision.FP16: ["--fp16"], Precision.BF16_GRADIENTS: reduced}
+    precision = flags_of.get(its.precision, [])
     flags = [
         *model_flags(model),
         *layout_flags(its, model.predicted),

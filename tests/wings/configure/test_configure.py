@@ -32,7 +32,7 @@ from megatron.fill.wings.mainjob.analytic import stage_cost
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 from megatron.fill.wings.mainjob.model import ModelSpec
-from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES
 from megatron.fill.wings.sim.mainjob import MainJob
 from tests.support.configuring import event_times, random_iteration, random_links
@@ -299,6 +299,22 @@ def test_flags_are_neutral_or_named_as_not_weighed():
     assert found.ignored == ("--expert-tensor-parallel-size", "--use-precision-aware-optimizer")
     assert found.fixed["expert_tp"] == 1
     assert "--use-precision-aware-optimizer" in found.others
+
+
+def test_gradients_in_half_precision_and_weights_in_fp8_take_less():
+    its = Parallel(pp=1, global_batch=1)
+    plain = read_flags([*FLAGS.split(), "--grad-reduce-in-bf16"])
+    assert plain.precision is Precision.BF16_GRADIENTS
+    halved = replace(its, precision=plain.precision)
+    model = padded(plain, 1)
+    assert memory(model, halved)[0].gradients_bytes == memory(model, its)[0].gradients_bytes / 2
+    eight, weights = (
+        padded(read_flags([*FLAGS.split(), "--fp8-format", "hybrid", *more]), 1)
+        for more in ([], ["--fp8-param-gather"])
+    )
+    copies = memory(eight, its)[0].activations_bytes - memory(weights, its)[0].activations_bytes
+    assert copies == pytest.approx(memory(model, its)[0].weights_bytes)
+    assert memory(weights, its)[0].activations_bytes < memory(model, its)[0].activations_bytes
 
 
 def test_shared_experts_are_computed_and_held_beside_those_that_are_chosen():

@@ -110,7 +110,7 @@ def test_presets_have_sources():
         ({"tp": 3}, "tp is 3; expected a divisor of the model's heads, 16"),
         ({"dp": 3}, r"global_batch is 32; expected a multiple of microbatch \* dp, 2 \* 3"),
         ({"recompute": "some"}, "recompute is 'some'; expected one of none, selective, full"),
-        ({"precision": "fp8"}, "precision is 'fp8'; expected one of bf16, fp16, fp32"),
+        ({"precision": "fp8"}, "precision is 'fp8'; expected one of bf16, bf16-gradients, fp16, fp32"),
         ({"schedule": "zigzag"}, "'zigzag' is not a schedule; expected one of"),
         ({"first_layers": 24}, "first_layers is 24; expected 1 to 23"),
         ({"first_layers": 5, "last_layers": 4}, "leave layers that divide evenly among 2 of 4 stages, not 15 of 24"),

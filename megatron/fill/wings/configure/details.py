@@ -61,6 +61,7 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         fused_loss=fused_loss,
         deferred=deferred,
         deterministic=deterministic,
+        fp8_weights="--fp8-param-gather" in flags,
         fp8=engine and _value(flags, "--fp8-format") is not None,
         undecided=flash and deterministic and backend == "auto",
     )

@@ -201,6 +201,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     except ValueError as error:
         raise ConfigError(f"the flags describe no model: {error}") from error
     precision = Precision.BF16 if "--bf16" in names else Precision.FP16 if "--fp16" in names else Precision.FP32
+    if precision is Precision.BF16 and "--grad-reduce-in-bf16" in names:
+        precision = Precision.BF16_GRADIENTS
     divisor = values.get("--make-vocab-size-divisible-by", _DIVISOR)
     return Training(
         model, values["--global-batch-size"], precision, fixed, tuple(others), divisor, tuple(dict.fromkeys(ignored))

@@ -38,7 +38,7 @@ _COUNTED = {
 _NEUTRAL = re.compile(
     "--(?:"
     # the model, its numbers and its precision, as far as they are counted
-    "bf16|fp16|swiglu|untie-embeddings-and-output-weights|position-embedding-type|use-rotary-position-embeddings|"
+    "bf16|fp16|grad-reduce-in-bf16|swiglu|untie-embeddings-and-output-weights|position-embedding-type|use-rotary-position-embeddings|"
     "transformer-impl|attention-backend|use-flash-attn|deterministic-mode|no-create-attention-mask-in-dataloader|"
     "defer-embedding-wgrad-compute|wgrad-deferral-limit|cross-entropy-loss-fusion|cross-entropy-fusion-impl|"
     "no-masked-softmax-fusion|"

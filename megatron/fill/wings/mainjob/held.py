@@ -236,7 +236,8 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     expert_divisor = its.expert_replicas if its.distributed_optimizer else 1
     divided = (parameters - experts) / divisor + experts / expert_divisor
     precision = its.precision
-    copies = 2 * parameters if model.kernels.fp8 else 0.0  # as 8-bit numbers, as they are and transposed
+    copied = model.kernels.fp8 and not model.kernels.fp8_weights
+    copies = 2 * parameters if copied else 0.0  # as 8-bit numbers, as they are and transposed
     # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
     # activations.
     step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))

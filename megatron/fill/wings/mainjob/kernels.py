@@ -30,6 +30,7 @@ class Kernels:
         deterministic: True if cuBLAS has the large workspace that determinism takes.
         fp8: True if matrix products take 8-bit numbers: Transformer Engine keeps their inputs as such, and copies of
             the weights, which the passes of an iteration share (its ``module/base.py``).
+        fp8_weights: True if weights are 8-bit numbers themselves, twice, with no others.
         undecided: True if Transformer Engine may take unfused attention instead, as its flash kernels are not all
             deterministic.
     """
@@ -43,6 +44,7 @@ class Kernels:
     deferred: int | None = 0
     deterministic: bool = False
     fp8: bool = False
+    fp8_weights: bool = False
     undecided: bool = False
 
     def workspace_bytes(self, capability: int) -> int:

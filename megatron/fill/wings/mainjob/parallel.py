@@ -22,6 +22,7 @@ class Precision(StrEnum):
     """Precision of passes and gradients, with Adam; bytes as in Megatron's guide to its distributed optimizer."""
 
     BF16 = "bf16"  # gradients are kept and reduced in single precision
+    BF16_GRADIENTS = "bf16-gradients"  # gradients are kept and reduced in half precision, as the weights
     FP16 = "fp16"  # gradients are kept and reduced in half precision
     FP32 = "fp32"
 
@@ -33,12 +34,12 @@ class Precision(StrEnum):
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients per parameter."""
-        return 2 if self is Precision.FP16 else 4
+        return 2 if self in (Precision.FP16, Precision.BF16_GRADIENTS) else 4
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes per parameter of Adam's moments and single-precision copies (weights; with FP16 also gradients)."""
-        return {Precision.BF16: 12, Precision.FP16: 16, Precision.FP32: 8}[self]
+        """Bytes per parameter of Adam's moments and single-precision copies (weights; of half gradients too)."""
+        return {Precision.BF16: 12, Precision.FP32: 8}.get(self, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
