@@ -3,6 +3,7 @@
 #   scripts/test.sh [tests/unit -k gate ...]
 #   scripts/test.sh --megatron VERSION [...]    the tests that touch Megatron (tests/patches, tests/e2e), with that
 #                                               version of megatron-core, in an environment of its own
+#   scripts/test.sh --megatron PATH [...]       the same with the source of a checkout of Megatron-LM, before it is released
 #   scripts/test.sh tests/slurm                 real trainings under a real SLURM too, which take some minutes more
 # The job store is tested with PostgreSQL, and train_slurm.sh with SLURM: Debian's packages are installed if there are
 # none and we are root.
@@ -10,14 +11,34 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
 suites=(--ignore tests/e2e --ignore tests/slurm/test_training.py)
+
+# Lets Pythons import the source of a folder `megatron` in the place of pip's, and says which it is.  What they import is
+# links to its files: so nothing is written there, and the dataset helper, which a source lacks, is that of pip's wheel.
+in_front() {
+    local links=$PWD/$venv/megatron-checkout helper
+    rm -rf "$links"
+    mkdir "$links"
+    cp -rs "$1" "$links"
+    for helper in "$PWD/$venv"/lib/python3*/site-packages/megatron/core/datasets/helpers_cpp*.so; do
+        [ -e "$links/megatron/core/datasets/${helper##*/}" ] || ln -s "$helper" "$links/megatron/core/datasets"
+    done
+    export PYTHONPATH=$links${PYTHONPATH:+:$PYTHONPATH}
+    "$venv/bin/python" -W ignore -m pipefill_patches --check || true  # the tests say it, too
+}
+
 case ${1:-} in
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
     --megatron)
-        version=${2:?--megatron needs a version, such as 0.18.2}
+        version=${2:?--megatron needs a version, such as 0.18.2, or the path of a checkout of Megatron-LM}
         shift 2
-        scripts/setup.sh --megatron "$version"
-        venv=.venv-megatron-$version
-        suites=(tests/patches) ;;
+        suites=(tests/patches)
+        if checkout=$(cd "$OLDPWD" && realpath -e "$version/megatron/core/package_info.py" 2>/dev/null); then
+            scripts/setup.sh
+            in_front "${checkout%/core/package_info.py}"
+        else
+            scripts/setup.sh --megatron "$version"
+            venv=.venv-megatron-$version
+        fi ;;
     *) scripts/setup.sh ;;
 esac
 

@@ -132,6 +132,7 @@ def test_the_signatures_decide_and_not_the_version():
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     import megatron.core, pipefill_patches
     importlib.metadata.version = lambda package: "0.1.0"
+    megatron.core.__version__ = "0.19.2"
     pipefill_patches.apply(("p2p_communicator",))
     print("TESTED", flush=True)
     pipefill_patches.revert()
