@@ -87,7 +87,7 @@ def test_jobs_are_measured_planned_and_get_on(running):
 
 def test_the_tail_job_uses_what_they_leave(running):
     running.wait(lambda: running.job("tail").progress.work_done > 0)
-    assert sum(job.state is JobState.RUNNING for job in running.store.list()) == 3
+    running.wait(lambda: sum(job.state is JobState.RUNNING for job in running.store.list()) == 3)
 
 
 def test_a_running_job_is_cancelled(running):

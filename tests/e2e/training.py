@@ -28,9 +28,9 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-# Without the group of flags after --: one core per stage makes an iteration of about 60 ms, a third of it bubbles.
+# Without the group of flags after --: one core per stage makes an iteration of about 40 ms, a third of it bubbles.
 MODEL = (
-    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
     "--log-interval 1 --tensorboard-log-interval 1"
