@@ -53,6 +53,7 @@ class TaskRun:
     Args:
         board: page with the rank's bubble cycle.
         asked_to_stop: returns True once the worker was asked to stop; called between steps.
+        device: the device as its steps use it.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from megatron.fill.device.port import Limits
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import WorkerSpec
 from megatron.fill.worker import taskrun as module
-from megatron.fill.worker.pacing import at_once
+from megatron.fill.worker.pacing import StepDevice, at_once
 from megatron.fill.worker.taskrun import TaskRun
 from megatron.fill.sandbox import Sandbox
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
@@ -36,7 +36,7 @@ class Bench(TaskRun):
     def __init__(self, folder, task, args):
         work = Work(task, args=args, search=(folder,))
         spec = worker_spec(folder, work, device="cuda:0", limits=Limits(memory_bytes=5))
-        super().__init__(spec, *shared_pages(FakeGate()), lambda: True)
+        super().__init__(spec, *shared_pages(FakeGate()), lambda: True, StepDevice())
 
     def begin(self):
         return self.serve(self.new_machine(self.spec.context()), self.spec.profiles)
