@@ -142,9 +142,8 @@ class BubbleBus:
         self._open = False
         self._marked = False  # the open bubble is marked by hand
         self._saving = False
-        self._save_waits = self._batches = (
-            0  # waits in this save; batches in this iteration, or schedule of an evaluation
-        )
+        self._save_waits = 0  # in this save
+        self._batches = 0  # in this iteration, or schedule of an evaluation
 
     # The patches call the methods below in the order of the events.
 

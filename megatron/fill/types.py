@@ -68,7 +68,7 @@ class Bubble:
         seq: the gate's number of it; 0 if the gate stayed shut (too short, not yet predictable, filling off).
         free_bytes: device memory that the training left free.
         filling: True if filling was on, so that the bubble counts in the harvest ratio.
-        forward_only: True if the bubble belongs to an evaluation.
+        forward_only: True for a pipeline bubble of an evaluation.
     """
 
     iteration: int

@@ -12,23 +12,26 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.fill.device.nvml import Gpu
+from megatron.fill.device.port import DeviceError
 from megatron.fill.linux.files import replacing
 
 logger = logging.getLogger("pipefill.agent")
 
+_LOCK_S = 0.5
 _OURS = "pipefill-"  # how our lines begin
 
 
 class JobMapping:
     """The lines of one agent's jobs in the file of its GPU; for any thread.
 
-    Lines of ours that an earlier agent left, because it was killed, are removed at once.  An agent that shares the GPU
-    puts its own back with ``keep``.
+    Lines of ours that an earlier agent left, because it was killed, are removed at once; nobody removes those of the
+    last one.  An agent that shares the GPU puts its own back with ``keep``.
 
     Args:
         path: the GPU's file, in a folder that exists.
@@ -89,7 +92,11 @@ def open_mapping(directory: str | None, uuid: str | None, gpus: Callable[[], Seq
     """
     if directory is None or uuid is None:
         return None
-    index = next((gpu.index for gpu in gpus() if gpu.uuid == uuid), None)
+    try:
+        index = next((gpu.index for gpu in gpus() if gpu.uuid == uuid), None)
+    except DeviceError as error:  # perhaps of another GPU of the node
+        logger.warning("%s does not show which jobs run on %s: %s", directory, uuid, error)
+        return None
     if index is None:
         logger.warning("%s does not show which jobs run on %s, which has no index", directory, uuid)
         return None
@@ -98,10 +105,22 @@ def open_mapping(directory: str | None, uuid: str | None, gpus: Callable[[], Seq
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep the agents of this node from changing the files at the same time."""
+    """Keep the agents of this node from changing the files at the same time.
+
+    Raises:
+        OSError: others hold the lock for too long; whoever reads the folder can.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        end_s = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise
+            time.sleep(0.01)
         yield
     finally:
         os.close(fd)

@@ -22,10 +22,10 @@ def turn_over(fd: int = 2, most_bytes: int = MOST_BYTES) -> None:
         OSError: the file cannot be copied; then it is as it was.
     """
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_size <= most_bytes:
+    if not stat.S_ISREG(found.st_mode) or found.st_size <= most_bytes or not found.st_nlink:
         return
     path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-    if not os.path.samestat(path.stat(), found):  # deleted, or another one's by now
+    if not os.path.samestat(path.stat(), found):  # another one's by now
         return
     with replacing(path.with_name(f"{path.name}.1")) as temporary:
         shutil.copyfile(path, temporary)

@@ -22,7 +22,7 @@ from megatron.fill.linux.standing import Standing
 logger = logging.getLogger("pipefill.device")
 
 _GROWTH_BYTES_S = 4 << 30  # no worker writes to new memory faster than this
-_KILL_S = 0.5  # part of the second that ``kill`` may take; MPS and the removal of the group have the rest
+_KILL_S = 0.5  # part of the time that ``kill`` may take; MPS and the removal of the group have the rest
 
 
 class HostLimiter:

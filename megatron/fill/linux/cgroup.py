@@ -23,7 +23,7 @@ from pathlib import Path
 _NAME = re.compile(r"[\w.-]+")
 _PREFIX = "pipefill-"
 _STALE_S = 60.0  # a group that is empty for longer than a worker takes to start was left by a killed agent
-_REMOVE_S = 2.0  # time that killed processes may take to leave it, on a busy machine
+_REMOVE_S = 0.5  # time that killed processes may take to leave it; ``kill`` waits for that
 
 
 @dataclass(frozen=True, slots=True)

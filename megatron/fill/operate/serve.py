@@ -153,8 +153,11 @@ def trace(collected: Collected, segment: Path) -> None:
         logger.warning("%s: spans need pip install 'pipefill[metrics]'", error)
         return
     while True:
-        for rank, sample in collected.samples():
-            spans.add(rank, sample)
+        try:
+            for rank, sample in collected.samples():
+                spans.add(rank, sample)
+        except Exception:  # a record that cannot be read now must not end them for good
+            logger.exception("spans cannot be sent now")
         time.sleep(_LOOK_S)
 
 

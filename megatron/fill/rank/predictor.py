@@ -219,10 +219,11 @@ class _Cycle:
         period_ns: shortest recent time from start to start; 0 if unknown.
         scale_ns: scale in ns of the Gumbel distribution that fits the lower part of the periods; 0 without spread.
         gains: gains of the stretches of the present cycle's bubbles so far (``BubblePredictor._longest_steps``).
-        most: those of the latest whole cycle, in ascending order.
+        most: those of one of the last two cycles, in ascending order: of the one with more, since a cycle after a delay
+            has fewer bubbles that are predicted.
     """
 
-    __slots__ = ("_periods", "_start_ns", "gains", "histories", "most", "period_ns", "scale_ns")
+    __slots__ = ("_last", "_periods", "_start_ns", "gains", "histories", "most", "period_ns", "scale_ns")
 
     def __init__(self) -> None:
         self.histories: list[_History] = []
@@ -230,6 +231,7 @@ class _Cycle:
         self.scale_ns = 0.0
         self.gains: list[int] = []
         self.most: list[int] = []
+        self._last: list[int] = []
         self._periods = _Window()
         self._start_ns = 0
 
@@ -241,7 +243,8 @@ class _Cycle:
         self._start_ns = now_ns
         if self.gains:
             self.gains.sort()
-            self.most, self.gains = self.gains, []
+            self.most = max(self.gains, self._last, key=len)
+            self._last, self.gains = self.gains, []
 
     def _scale_ns(self, rule: FillRule) -> float:
         """Return ``scale_ns``.

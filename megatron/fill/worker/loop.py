@@ -146,8 +146,8 @@ class StepLoop:
         self._probing = not self._fits(bubble, self.clock())
         if self._probing:
             self._skipped += 1
-            if not self._may_probe(bubble):
-                self._skip(bubble, now_ns)
+            if self._held_ns or not self._may_probe(bubble):  # a step that was held back has a time, and was a bit late
+                self._skip(bubble, self.clock(), self._held_ns)
                 return False
         else:
             self._probe_after = self.rules.probe_after
@@ -257,7 +257,10 @@ class StepLoop:
         return 0.0, begun + (0.0 if self.machine.task.idle else self._shares[node])
 
     def _fits_later(self, bubble: OpenBubble, now_ns: int) -> bool:
-        """Sleep until the next step may begin, if it may later in this bubble; True if it may begin now."""
+        """Sleep until the next step may begin, if it may later in this bubble; True if it may begin now.
+
+        The baton is not passed on meanwhile: the tail job would need the device when this one goes on.
+        """
         if self._begin_ns(bubble, now_ns) <= now_ns:
             return False
         return self._await_start(bubble) and self._fits(bubble, self.clock())
@@ -274,7 +277,7 @@ class StepLoop:
         if begin_ns <= now_ns:
             return self.gate.is_open(bubble.seq)
         while (left_ns := begin_ns - self.clock()) > 0 and self.gate.is_open(bubble.seq):
-            if not self._may_run(bubble) or self.stopping():
+            if not (self.control.running and self._may_run(bubble)) or self.stopping():
                 break
             self.gate.wait_change(bubble.seq, left_ns)
         self._held_ns += self.clock() - now_ns

@@ -44,6 +44,10 @@ def test_what_is_no_file_of_that_name_is_left_alone(log, tmp_path):
     turn_over(log.fileno(), 100)  # the kernel knows its new name
     assert (tmp_path / "moved.1").read_bytes() == b"x" * 200
     assert (tmp_path / "agent0.log").read_bytes() == b"another"
+    (tmp_path / "moved").unlink()
+    log.write(b"x" * 200)
+    turn_over(log.fileno(), 100)
+    assert (tmp_path / "moved.1").read_bytes() == b"x" * 200
     reading, writing = os.pipe()
     turn_over(writing, 0)
     os.close(reading)

@@ -248,6 +248,20 @@ def test_the_stretches_that_gain_most_may_catch_the_longest_steps_whichever_bubb
     assert short == []  # not worth filling
 
 
+def test_after_a_cycle_with_few_predicted_bubbles_no_longer_steps_may_be_caught():
+    predictor = BubblePredictor(FillRule(warmup=2, overrun=0.01, margin=0.0, window=9))
+    said: dict[int, list[Forecast]] = {}
+    for number in range(22):
+        now_ns = number * 1000 * MS
+        predictor.cycle_started(TRAINING, now_ns)
+        for index in range(1 if number == 20 else 20):
+            said.setdefault(number, []).append(predictor.forecast(BubbleKind.INTERIOR, index, now_ns))
+            duration_ns = (10 * (number % 9) + 10) * MS
+            predictor.observe(BubbleKind.INTERIOR, index, now_ns, now_ns + duration_ns)
+            now_ns += duration_ns
+    assert max(said[21][0].steps_ns) <= 1.5 * max(said[19][0].steps_ns)
+
+
 def test_once_overruns_may_cost_nothing_no_step_may_be_caught():
     predictor = BubblePredictor(FillRule(warmup=2, overrun=0.01))
     assert all(one.steps_ns for one in turns(predictor, 100, 20, count=6))
