@@ -1,9 +1,10 @@
 """The idle time of trainings: the share of wall time that has a name, and the share of long idle time that is filled.
 
-Trains the small GPT of the benchmarks on the CPU, with two side tasks, in seven ways (``--parts``): ``plain`` (1F1B,
-two stages), with ``saves`` and with ``evaluation`` every tenth iteration, with a ``slow-loader``, with two replicas
-(``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.  ``paired`` is the
-plain one in pairs of blocks with and without filling, for the slowdown, and ``paired-vpp`` that of two chunks.
+Trains the small GPT of the benchmarks on the CPU, with a side task for each rank, in seven ways (``--parts``):
+``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every tenth iteration, with a ``slow-loader``, with
+two replicas (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.
+``paired`` is the plain one in pairs of blocks with and without filling, for the slowdown, and ``paired-vpp`` that of
+two chunks.
 
 * ``named_share``: compute and named idle time over the wall time, by training, all ranks together; the wall time is
   that of the process's clock.
@@ -53,7 +54,8 @@ def trained(folder: Path, part: str, iterations: int) -> dict[str, Any]:
     script = ("-m", "scripts.benchmarks.slow_loader", *GPT.script) if part == "slow-loader" else GPT.script
     main = MainJob(script, ranks=4 if part == "dp2" else 2)
     run = folder / f"{part}-run"
-    jobs = ("--fill-jobs", str(jobs_file(folder / "jobs.yaml", JOBS)), "--fill-report", str(run))
+    every = [job | {"name": f"{job['name']}{copy}"} for copy in range(main.ranks // len(JOBS)) for job in JOBS]
+    jobs = ("--fill-jobs", str(jobs_file(folder / f"{part}-jobs.yaml", every)), "--fill-report", str(run))
     blocks = Blocks(iterations - _WARMUP, 0, iterations)
     extra = (*jobs, *settings(warmup_iterations=_WARMUP), *flags[part])
     train(folder, part, blocks, main.script, *extra, main=main)
