@@ -35,6 +35,9 @@ case ${1:-} in
         if checkout=$(cd "$OLDPWD" && realpath -e "$version/megatron/core/package_info.py" 2>/dev/null); then
             scripts/setup.sh
             in_front "${checkout%/core/package_info.py}"
+        elif [[ $version = */* ]]; then
+            echo "test.sh: --megatron $version: expected a version, such as 0.18.2, or a checkout with megatron/core in it" >&2
+            exit 2
         else
             scripts/setup.sh --megatron "$version"
             venv=.venv-megatron-$version

@@ -25,11 +25,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.harness import arguments, opened
-from scripts.benchmarks.sidetasks import TASKS
+from scripts.benchmarks.harness import arguments, check_above_zero, opened
+from scripts.benchmarks.sidetasks import JOBS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
-JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
 OFTEN = "10"  # iterations between two saves, or evaluations
 _WARMUP = 5
 _BEFORE = {"start-up", "load"}  # idle time before the first iteration
@@ -84,6 +83,7 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of 10 iterations (default: 20)")
     options = parser.parse_args()
+    check_above_zero(parser, options, "iterations", "pairs")
     results = opened(parser, options.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -39,7 +39,7 @@ from typing import Any
 from scripts.benchmarks.emulated import Emulation, emulation, why_not
 from scripts.benchmarks.gpu_figures import harvest_in_blocks
 from scripts.benchmarks.harness import Results, arguments, opened
-from scripts.benchmarks.sidetasks import TASKS, tasks_of
+from scripts.benchmarks.sidetasks import JOBS, tasks_of
 from scripts.benchmarks.trainings import (
     GPT,
     Blocks,
@@ -55,7 +55,6 @@ from scripts.benchmarks.trainings import (
 
 IDENTITY_PAIRS = 4
 _SETTLING = 2  # pairs
-JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
 
 
 def on_cpu(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from megatron.fill.store import Progress, open_store
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
 from scripts.benchmarks.bench_report import write_run
-from scripts.benchmarks.harness import arguments, opened, pipefill
+from scripts.benchmarks.harness import arguments, check_above_zero, opened, pipefill
 from scripts.benchmarks.watched import measure_watching
 from tests.e2e.deaths import Fate, die, in_turn, traced
 from tests.e2e.network import why_no_network
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="turns watched and not watched (default: 20)")
     parser.add_argument("--turn", type=float, default=30, help="seconds of a turn (default: 30)")
     options = parser.parse_args()
+    check_above_zero(parser, options, "iterations", "turns", "jobs", "deaths", "speed", "seconds", "pairs", "turn")
     if "nodes" in options.parts and (lacking := why_no_network()):
         parser.error(f"--parts nodes: {lacking}")
     if options.ranks < 1 or options.ranks % _STAGES:
@@ -186,6 +187,8 @@ def main() -> None:
         fates = traced(options.trace, options.speed) if options.trace else in_turn(options.deaths)
     except (OSError, ValueError) as error:
         parser.error(f"--trace: {error}")
+    if not fates:
+        parser.error(f"--trace: {options.trace}: no node is removed; expected a line MILLISECONDS,remove,NODE")
     results = opened(parser, options.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

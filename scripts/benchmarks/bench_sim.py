@@ -58,7 +58,7 @@ from megatron.fill.wings.sim.mainjob import MainJob
 from megatron.fill.wings.sim.results import UseOfTime, summarise
 from megatron.fill.wings.sim.sweep import run_all
 from megatron.fill.wings.sim.values import FillKind, MainJobRun, RuntimeModel, Scenario
-from scripts.benchmarks.harness import arguments, opened
+from scripts.benchmarks.harness import arguments, check_above_zero, opened
 from tests.support.schedule_events import differs
 
 # model, stages, micro-batches; F, B, W and transfer in ms; bubble rate of 1F1B and of ZB-H1
@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.9, help="share of what the bubbles can do (default: 0.9)")
     parser.add_argument("--one", type=int, metavar="JOBS", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    check_above_zero(parser, options, "cases")
     if options.one:
         print(json.dumps(timed(options.one, options.policy, options.load)))
         return

@@ -25,7 +25,7 @@ from megatron.fill.records import last_segment
 from scripts.benchmarks.gpu_identity import Awaited
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_parts import END_S, START_S
-from scripts.benchmarks.harness import arguments, command
+from scripts.benchmarks.harness import arguments, check_above_zero, command
 from scripts.benchmarks.one_gpu import on_gpus
 from scripts.benchmarks.trainings import settings
 
@@ -126,9 +126,7 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--budget-seconds", type=float, default=600.0, help="for all of it (default: 600)")
     options = parser.parse_args(given)
-    for name in ("pairs", "startup_seconds", "budget_seconds"):
-        if not getattr(options, name) > 0:
-            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)}: expected above 0")
+    check_above_zero(parser, options, "pairs", "startup_seconds", "budget_seconds")
     return options
 
 

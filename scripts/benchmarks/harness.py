@@ -92,3 +92,10 @@ def opened(parser: argparse.ArgumentParser, path: Path | None) -> Results:
         return Results(path)
     except (OSError, ValueError) as error:
         parser.error(f"--json {path}: {error}; expected a new file, or one that was written by --json")
+
+
+def check_above_zero(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """End the program, as a wrong flag does, unless all these numbers are above 0."""
+    for name in names:
+        if not getattr(options, name) > 0:
+            parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)}: expected above 0")

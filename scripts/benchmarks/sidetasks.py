@@ -12,6 +12,7 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "digits": ("examples.tasks.digits:DigitsTraining", {"epochs": 0}),
     "pagerank": ("examples.tasks.pagerank:PageRank", {"repeat": 0}),
 }
+JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
 
 
 class CpuStep(SideTask):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +30,8 @@ from megatron.fill.operate.spec import OTLP
 from megatron.fill.pages import control
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.types import Iteration
-from scripts.benchmarks.sidetasks import TASKS
+from scripts.benchmarks.one_gpu import free_port
+from scripts.benchmarks.sidetasks import JOBS
 from scripts.benchmarks.trainings import command, iterations_of, jobs_file, settings, slowdown_of, training
 
 _ITERATIONS = 100_000  # more than there is time for
@@ -58,12 +58,10 @@ def measure_watching(folder: Path, pairs: int, seconds: float) -> tuple[dict[str
     """Return the slowdown of a training by being watched, and how much was asked for and sent."""
     counts: Counter[str] = Counter()
     collector = _collector(counts)
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    jobs = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
+    with free_port() as port:
+        pass  # the metrics server does not share it
     run, minutes = folder / "watched-run", _START_MINUTES + -(-int(2 * pairs * seconds) // 60)
-    flags = ["--fill-jobs", str(jobs_file(folder / "jobs.yaml", jobs)), "--fill-report", str(run)]
+    flags = ["--fill-jobs", str(jobs_file(folder / "jobs.yaml", JOBS)), "--fill-report", str(run)]
     flags += [*settings(metrics=port), "--exit-duration-in-mins", str(minutes)]
     script = ["--module", "scripts.benchmarks.watched", str(seconds), "pretrain_gpt.py"]
     os.environ |= {

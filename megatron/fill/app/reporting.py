@@ -31,9 +31,10 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
     if settings.profile_only:
         cycles = report.profile(segment, unwritten)
         report.print_cycle(cycles, console)
-        accounts = report.account([segment])
+        records = report.account_records([segment])
+        accounts = report.account([segment], records)
         report.print_account(accounts, console)
-        report.print_timers(report.timers([segment], accounts), console)
+        report.print_timers(report.timers(records, accounts), console)
         report.write_cycles(run_dir / "bubbles.json", cycles)
         print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
         return

@@ -123,20 +123,18 @@ def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms
     from megatron.fill.pipeline.torch_csv import load_csv
     from megatron.fill.planner.cycles import NOT_MEASURED, load_cycles
 
-    if (bubbles is None) == (schedule is None):
+    if schedule is not None and bubbles is None:
+        its = load_csv(schedule)
+        timeline = simulate(its, given_costs(its, times, transfer_ms))
+        return {rank: bubble_cycle(timeline, rank, NOT_MEASURED) for rank in range(its.stages)}
+    if bubbles is None or schedule is not None:
         raise ConfigError("expected the bubbles of a training: --bubbles FILE, or --schedule FILE, and not both")
-    if bubbles is not None:
-        for option, given in (("--times", times), ("--transfer", transfer_ms)):
-            if given:
-                raise ConfigError(f"{option} is {given}: expected none with --bubbles, which were measured")
-        if cycles := load_cycles(bubbles):
-            return cycles
-        raise ConfigError(f"{bubbles}: ranks is empty: expected the bubbles of at least one rank")
-    if schedule is None:
-        return {}
-    its = load_csv(schedule)
-    timeline = simulate(its, given_costs(its, times, transfer_ms))
-    return {rank: bubble_cycle(timeline, rank, NOT_MEASURED) for rank in range(its.stages)}
+    for option, given in (("--times", times), ("--transfer", transfer_ms)):
+        if given:
+            raise ConfigError(f"{option} is {given}: expected none with --bubbles, which were measured")
+    if cycles := load_cycles(bubbles):
+        return cycles
+    raise ConfigError(f"{bubbles}: ranks is empty: expected the bubbles of at least one rank")
 
 
 def _distinct(specs: Sequence[JobSpec]) -> list[JobSpec]:

@@ -153,7 +153,6 @@ def _same(one: JobSpec, other: JobSpec) -> bool:
 
 
 def _key(spec: JobSpec, mark: str) -> str:
-
     return spec.to_submit([], "").work.profile_key(mark)
 
 

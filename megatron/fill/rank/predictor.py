@@ -126,13 +126,10 @@ class BubblePredictor:
                 gains.append(gain)
                 if count:
                     longest_ns = allowed_ns / (count - bisect_left(most, gain) or 1)
-                    if rule.replicas > 1:
-                        longest_ns = among_replicas(longest_ns, rule.replicas, cycle.scale_ns)
+                    longest_ns = among_replicas(longest_ns, rule.replicas, cycle.scale_ns)
                     step_ns = gain if gain < longest_ns else int(longest_ns)  # a longer one fills less than it runs on
             steps_ns.append(step_ns)
-        if not count:
-            return ()
-        return tuple(steps_ns)
+        return tuple(steps_ns) if count else ()
 
     def _shortest_after(self, kind: BubbleKind, index: int) -> int:
         """Return the shortest of the last bubbles at a position of cycles disturbed like this one; 0 if unknown."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
 from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read_segments
-from megatron.fill.report.account import account
+from megatron.fill.report.account import account, account_records
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn
@@ -31,6 +31,7 @@ __all__ = [
     "ReportBuilder",
     "Slowdown",
     "account",
+    "account_records",
     "bubble_cycle",
     "compose",
     "draw_timeline",

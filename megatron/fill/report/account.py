@@ -14,16 +14,24 @@ _S = 1e9  # nanoseconds
 GAP = "between starts"
 
 
-def account(segments: Sequence[Segment]) -> list[AccountReport]:
-    """Return the account of each rank over these segments, and that of all ranks; empty if no rank left one.
+def account_records(segments: Sequence[Segment]) -> list[AccountRecord]:
+    """Return what the ranks of these segments left, in the segments' order.
 
     Raises:
         FillError: an account cannot be read.
     """
+    return [record for segment in segments for record in read_accounts(segment.folder)]
+
+
+def account(segments: Sequence[Segment], records: Sequence[AccountRecord]) -> list[AccountReport]:
+    """Return the account of each rank over these segments, and that of all ranks; empty if no rank left one.
+
+    Args:
+        records: their ``account_records``.
+    """
     parts: defaultdict[int, list[AccountRecord]] = defaultdict(list)
-    for segment in segments:
-        for record in read_accounts(segment.folder):
-            parts[record.rank].append(record)
+    for record in records:
+        parts[record.rank].append(record)
     gaps_ns = sum(
         max(0, int((after.started_s - before.ended_s) * _S))
         for before, after in pairwise(segments)

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron.fill.records import Segment, Unwritten
-from megatron.fill.report.account import account
+from megatron.fill.report.account import account, account_records
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle
 from megatron.fill.report.late import late
@@ -156,7 +156,8 @@ class ReportBuilder:
             jobs=[JobSummary(**job.model_dump(include=set(JobSummary.model_fields))) for job in jobs],
         )
         last = segments[-1] if segments else None
-        accounts = account(segments)
+        records = account_records(segments)
+        accounts = account(segments, records)
         return Report(
             command=last.command if last else "",
             segments=[self._segment(segment, (unwritten or {}).get(segment.number, {})) for segment in segments],
@@ -178,7 +179,7 @@ class ReportBuilder:
             jobs=list(jobs),
             cycle=self._cycles,
             account=accounts,
-            timers=timers(segments, accounts),
+            timers=timers(records, accounts),
             late=late(self._ranks, accounts),
             sandbox=[SandboxLayer(name=name, lacks=why) for name, why in (last.sandbox if last else {}).items()],
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from megatron.fill.records import Segment, read_accounts
+from megatron.fill.records import AccountRecord
 from megatron.fill.report.schema import AccountReport, TimerReport
 
 _BUBBLES = ("fill", "fwd-bwd", "interior")
@@ -28,20 +28,16 @@ _PAIRS = (
 )
 
 
-def timers(segments: Sequence[Segment], accounts: Sequence[AccountReport]) -> list[TimerReport]:
+def timers(records: Sequence[AccountRecord], accounts: Sequence[AccountReport]) -> list[TimerReport]:
     """Return Megatron's timers over all ranks and segments, those first that the account has too.
 
     Args:
-        accounts: the ranks' accounts over these segments, and that of all ranks at the end.
-
-    Raises:
-        FillError: an account cannot be read.
+        accounts: the ranks' accounts by these records, and that of all ranks at the end.
     """
     sums: defaultdict[str, float] = defaultdict(float)
-    for segment in segments:
-        for record in read_accounts(segment.folder):
-            for name, time_s in record.timers.items():
-                sums[name] += time_s
+    for record in records:
+        for name, time_s in record.timers.items():
+            sums[name] += time_s
     return compared(sums, {one.name: one.time_s for one in accounts[-1].times} if accounts else {})
 
 

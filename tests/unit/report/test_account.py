@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron.fill.account import Account
 from megatron.fill.errors import FillError
 from megatron.fill.records import AccountWriter, begin_segment, read_accounts
-from megatron.fill.report import account, print_account
+from megatron.fill.report import account, account_records, print_account
 from megatron.fill.types import RankInfo
 
 
@@ -37,7 +37,7 @@ def test_compute_and_named_idle_time_are_shares_of_the_wall_time(tmp_path: Path)
     segment = begin_segment(tmp_path, "train", 2).segment
     written(segment.folder, 0, waits=True)
     written(segment.folder, 1, waits=True, idle_ns=500_000)
-    first, _, whole = account([segment])
+    first, _, whole = account([segment], account_records([segment]))
     assert (first.rank, first.stage, first.wall_s) == (0, 0, 0.01)
     assert (first.named_share, first.idle_share, first.long_idle_s) == pytest.approx((0.9, 0.2, 0.002))
     assert [one.name for one in first.times if one.compute] == ["forward", "optimizer"]
@@ -50,7 +50,7 @@ def test_the_time_between_segments_is_idle(tmp_path: Path):
     for segment in (first, second):
         written(segment.folder, 0, waits=True)
     gap = [replace(first, started_s=0.0, ended_s=1.0), replace(second, started_s=3.0)]
-    whole = account(gap)[-1]
+    whole = account(gap, account_records(gap))[-1]
     assert whole.times[0].name == "between starts"
     assert (whole.times[0].time_s, whole.wall_s) == (2.0, pytest.approx(2.02))
 
@@ -63,7 +63,7 @@ def test_a_training_of_several_stages_without_a_wait_says_so(tmp_path: Path, cap
         written(segment.folder, 1, waits=False)
     assert "NO WAIT FOR ANOTHER STAGE WAS SEEN" in caplog.text
     out = StringIO()
-    accounts = account([segment])
+    accounts = account([segment], account_records([segment]))
     print_account(accounts, Console(file=out, width=80))
     assert [one.blind for one in accounts] == [False, True, False]
     assert "on 1 of 2 ranks: NO WAIT" in out.getvalue()
@@ -72,7 +72,7 @@ def test_a_training_of_several_stages_without_a_wait_says_so(tmp_path: Path, cap
 
 def test_a_segment_without_accounts_has_none_and_a_damaged_one_is_an_error(tmp_path: Path):
     segment = begin_segment(tmp_path, "train", 1).segment
-    assert account([segment]) == []
+    assert account([segment], account_records([segment])) == []
     print_account([], Console(file=(out := StringIO())))
     assert out.getvalue() == ""
     (segment.folder / "account0.json").write_text('{"version": 5, "kind": "account", "spent": 3}\n')

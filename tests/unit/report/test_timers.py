@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron.fill.account import Account
 from megatron.fill.records import AccountWriter, begin_segment, read_accounts
-from megatron.fill.report import account, print_timers, timers
+from megatron.fill.report import account, account_records, print_timers, timers
 from megatron.fill.report.timers import compared
 from megatron.fill.types import RankInfo
 
@@ -30,7 +30,8 @@ def test_timers_are_added_up_over_ranks_and_segments_and_printed(tmp_path: Path)
     for segment in segments:
         for rank in range(2):
             written(segment.folder, rank)
-    found = timers(segments, account(segments))
+    records = account_records(segments)
+    found = timers(records, account(segments, records))
     assert [(one.timers, one.time_s, one.account_s) for one in found] == [
         (["backward-compute"], pytest.approx(3.2), pytest.approx(4.0)),
         (["interval-time"], pytest.approx(12.0), None),
@@ -60,5 +61,6 @@ def test_without_timers_nothing_is_said_and_an_account_outlives_broken_ones(tmp_
     segment = begin_segment(tmp_path, "train", 1).segment
     AccountWriter(segment.folder, RankInfo(0, 1, 0, 1, 0, 1, 0, 1), its, lambda: True).close()
     assert [one.timers for one in read_accounts(segment.folder)] == [{}]
-    print_timers(timers([segment], account([segment])), Console(file=(out := StringIO())))
+    records = account_records([segment])
+    print_timers(timers(records, account([segment], records)), Console(file=(out := StringIO())))
     assert out.getvalue() == ""

@@ -36,7 +36,7 @@ def order_of(name: str, stages: int, microbatches: int, chunks: int = 1, group_s
     return schedule
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # a search asks for all counts of stages, microbatches and chunks that it weighs
 def placement_of(name: str, stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of each virtual stage, along the model, of a schedule with these counts.
 
@@ -47,3 +47,12 @@ def placement_of(name: str, stages: int, microbatches: int, chunks: int) -> tupl
     if Path(name).is_absolute() or name in V_SHAPED:
         return order_of(name, stages, microbatches, chunks).placement
     return tuple(range(stages)) * chunks
+
+
+@lru_cache(maxsize=1024)
+def held_by(name: str, stages: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the virtual stages of each rank, in order; arguments and errors as for ``placement_of``."""
+    held: list[list[int]] = [[] for _ in range(stages)]
+    for virtual, rank in enumerate(placement_of(name, stages, microbatches, chunks)):
+        held[rank].append(virtual)
+    return tuple(map(tuple, held))

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from megatron.fill.wings.mainjob.model import ModelSpec
-from megatron.fill.wings.mainjob.order import placement_of
+from megatron.fill.wings.mainjob.order import held_by, placement_of
 
 
 class Recompute(StrEnum):
@@ -154,7 +154,7 @@ class Parallel:
 
     def held(self, rank: int) -> tuple[int, ...]:
         """The virtual stages of a rank, in order."""
-        return tuple(virtual for virtual, holder in enumerate(self.placement) if holder == rank)
+        return held_by(self.schedule, self.pp, self.microbatches, self.chunks)[rank]
 
     def check(self, model: ModelSpec) -> None:
         """Check that the model can be divided over this layout.
@@ -233,6 +233,8 @@ class Parallel:
 
     def dense_layers(self, model: ModelSpec) -> tuple[int, ...]:
         """Return the number of ``layers`` without experts where others have some, of each virtual stage."""
+        if not model.dense_layers:
+            return (0,) * (self.pp * self.chunks)
         found, left = [], model.dense_layers
         for count in self.layers(model):
             found.append(min(left, count))

@@ -182,9 +182,7 @@ class MainJob:
         return flops / self.iteration_s / self.parallel.gpus / 1e12
 
 
-@lru_cache(maxsize=64)
-def _schedule(name: str, stages: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-    return order_of(name, stages, microbatches, chunks, group_size)
+_schedule = lru_cache(maxsize=64)(order_of)
 
 
 @lru_cache(maxsize=64)
