@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.fill.report.schema import Report
 from megatron.fill.report.series import Bin
-from megatron.fill.report.shares import bars, colour, shown_names
+from megatron.fill.report.shares import COLOURS, bars, colour, shown_names
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.report.window import Window, choose_window, near
 from megatron.fill.types import RankRecord, WorkerRecord
@@ -17,12 +17,9 @@ type Chart = dict[str, Any]
 
 MOST_MARKS = 12_000  # rectangles of the timeline: a browser draws them in a fraction of a second
 _COLOURS = {
-    "forward": "#0072b2",
-    "backward": "#56b4e9",
-    "fill bubble": "#e69f00",
-    "fwd-bwd bubble": "#d9b310",
-    "interior bubble": "#f0b95a",
-    "drain bubble": "#b87f00",
+    "forward": COLOURS["forward"],
+    "backward": COLOURS["backward"],
+    **{f"{kind} bubble": COLOURS[kind] for kind in ("fill", "fwd-bwd", "interior", "drain")},
     "rest": "#999999",
     "step of a job": "#009e73",
 }

@@ -150,5 +150,5 @@ def test_a_browser_draws_it_without_a_complaint(page, width, scheme):
         "--host-resolver-rules=MAP * ~NOTFOUND",
     ]
     done = subprocess.run([str(CHROMIUM), *flags, f"file://{frame}"], capture_output=True, text=True, check=False)
-    assert "<title>canvases 6 wide false</title>" in done.stdout
+    assert "<title>canvases 7 wide false</title>" in done.stdout
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
