@@ -13,6 +13,7 @@
 - ``limits``: proposals that hold more than there is room for, by that truth, and layouts that fit and are refused.
 - ``gpu-memory``: peaks that others measured on GPUs (``--truth FOLDER``; ``configure_gpu_memory.py``).
 - ``gpu-time``: likewise iteration times (``configure_gpu_time.py``).
+- ``recipes``: whether the layouts that NVIDIA published are among the first (``configure_recipes.py``).
 
     python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication --json FILE
     python scripts/benchmarks/bench_configure.py --parts gpu-memory --truth FOLDER --json FILE
@@ -41,6 +42,7 @@ from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_gpu_memory import TRUTH, measure_gpu_memory
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time
+from scripts.benchmarks.configure_recipes import measure_recipes
 from scripts.benchmarks.harness import Results, arguments, opened
 from scripts.benchmarks.memory_figures import measure_learned, measure_limits, measure_memory
 from tests.support.configuring import event_times, random_iteration, random_links
@@ -59,7 +61,12 @@ LARGE = (
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
 PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication")
-PLACES = {"gpu-memory": ("gpu_memory",), "gpu-time": ("gpu_time",), "learned": ("memory_learned",)}  # in the summary
+PLACES = {
+    "gpu-memory": ("gpu_memory",),
+    "gpu-time": ("gpu_time",),
+    "recipes": ("recipes",),
+    "learned": ("memory_learned",),
+}  # in the summary
 
 
 def cluster(nodes: int, gpus: int, gpu: str) -> Cluster:
@@ -162,14 +169,16 @@ def _shown(value: Any) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    every = (*PARTS, "gpu-memory", "gpu-time")
+    every = (*PARTS, "gpu-memory", "gpu-time", "recipes")
     help_text = "which (default: without those of GPUs)"
     parser.add_argument("--parts", nargs="+", choices=every, default=list(PARTS), help=help_text)
     parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
-    parser.add_argument("--truth", metavar="FOLDER", type=Path, default=TRUTH, help="of gpu-... (%(default)s)")
+    parser.add_argument(
+        "--truth", metavar="FOLDER", type=Path, default=TRUTH, help="of gpu-... and recipes (%(default)s)"
+    )
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
     parser.add_argument(
         "--truths", metavar="FILE", type=Path, help="keep the truths here, and take those that are here"
@@ -192,6 +201,7 @@ def main() -> None:
             "limits": lambda: measure_limits(3, options.truths),
             "gpu-memory": lambda: measure_gpu_memory(options.truth),
             "gpu-time": lambda: measure_gpu_time(options.truth),
+            "recipes": lambda: measure_recipes(options.truth),
         }[part]()
         details = {name: figures.pop(name) for name in ("rows", "groups") if name in figures}
         only_shown = figures.pop("recipes", {})

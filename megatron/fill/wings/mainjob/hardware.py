@@ -82,7 +82,10 @@ def _check_positive(name: str, value: float) -> None:
 
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # sixteen lanes, in one direction
 _V100 = "NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2"
+_C2C = 225e9  # half of a Grace CPU's NVLink-C2C, which two GPUs share
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet, A100 SXM"
+_NVL72 = "NVIDIA GB200 NVL72 data sheet: NVLink 1,800 GB/s both ways; 400 Gbit/s InfiniBand per GPU"
+_NVL72_ULTRA = "NVIDIA GB300 NVL72 data sheet: NVLink 1,800 GB/s both ways; 800 Gbit/s InfiniBand per GPU"
 
 GPUS: dict[str, GpuKind] = {
     gpu.name: gpu
@@ -92,6 +95,10 @@ GPUS: dict[str, GpuKind] = {
         GpuKind("a100-40gb", 312e12, 40 * GIB, 1555e9, _PCIE4, _A100),
         GpuKind("a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100),
         GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"),
+        GpuKind("b200", 2250e12, 180 * GIB, 8000e9, _PCIE5, "NVIDIA DGX B200 data sheet: an eighth of it"),
+        GpuKind("b300", 2250e12, 268 * GIB, 8000e9, _PCIE5, "NVIDIA HGX B300 data sheet: an eighth of it"),
+        GpuKind("gb200", 2500e12, 186 * GIB, 8000e9, _C2C, "NVIDIA GB200 NVL72 data sheet"),
+        GpuKind("gb300", 2500e12, 278 * GIB, 8000e9, _C2C, "NVIDIA GB300 NVL72 data sheet"),
         GpuKind(
             "rtx-6000-ada",
             364.2e12,
@@ -113,6 +120,10 @@ NETWORKS: dict[str, Network] = {
         Network("a100-hdr", 300e9, 200 * _GBIT, source="NVLink 600 GB/s both ways, one InfiniBand HDR port per node"),
         Network("dgx-a100", 300e9, 8 * 200 * _GBIT, source="NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand"),
         Network("dgx-h100", 450e9, 8 * 400 * _GBIT, source="NVIDIA DGX H100 data sheet: 8 x 400 Gbit/s InfiniBand"),
+        Network("dgx-b200", 900e9, 8 * 400 * _GBIT, source="NVIDIA DGX B200 data sheet: 8 x 400 Gbit/s InfiniBand"),
+        Network("dgx-b300", 900e9, 8 * 800 * _GBIT, source="NVIDIA DGX B300 data sheet: 8 x 800 Gbit/s InfiniBand"),
+        Network("gb200-nvl72", 900e9, 72 * 400 * _GBIT, 72, source=_NVL72),
+        Network("gb300-nvl72", 900e9, 72 * 800 * _GBIT, 72, source=_NVL72_ULTRA),
         Network("pcie4", _PCIE4, 10 * _GBIT, 4, source="a workstation: PCIe 4.0 x16, 10 Gbit/s Ethernet (assumed)"),
     )
 }

@@ -1,0 +1,247 @@
+"""NVIDIA's published trainings: is their layout among the first that the configurator names?
+
+Of the folder it reads ``performance-summary.md`` and ``performance-summary-archive.md`` (``docs/`` of
+<https://github.com/NVIDIA-NeMo/Megatron-Bridge>): layouts and measured throughput by model, system, precision, batch
+and number of GPUs.  Of equal trainings the newest counts.  The tables say nothing of flags: those of the performance
+recipes there are assumed, which overlap all exchanges that can be.  A training is *not expressible* if its model's
+attention, layers or optimizer are, or its precision, or if it is fully sharded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_text
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.flags import Training, read_flags
+from megatron.fill.wings.configure.ranked import ranks
+from megatron.fill.wings.configure.search import Evaluator, Proposal, search
+from megatron.fill.wings.mainjob.hardware import GIB
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+
+_FILES = ("performance-summary.md", "performance-summary-archive.md")
+_SYSTEMS = {  # GPU, network and the GPUs of an NVLink domain that layouts divide
+    "DGX-H100": ("h100-80gb", "dgx-h100", 8),
+    "DGX-B200": ("b200", "dgx-b200", 8),
+    "DGX-B300": ("b300", "dgx-b300", 8),
+    "DGX-GB200": ("gb200", "gb200-nvl72", 64),
+    "DGX-GB300": ("gb300", "gb300-nvl72", 64),
+}
+_PRECISIONS = {
+    "BF16": "",
+    "FP8": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "MXFP8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+}
+_OTHER_NAMES = {"FP8-CS": "FP8", "FP8-MX": "MXFP8"}
+_ALL = (
+    "--bf16 --grad-reduce-in-bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --normalization RMSNorm "
+    "--no-create-attention-mask-in-dataloader --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
+    "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap "
+)
+_LLAMA = _ALL + "--group-query-attention --num-query-groups 8 --vocab-size 128256 "
+_EXPERTS = _ALL + "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --overlap-moe-expert-parallel-comm "
+_QWEN = (
+    _EXPERTS + "--group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --vocab-size 151936 "
+    "--num-experts 128 --moe-router-topk 8 "
+)
+_MODELS = {
+    "LLAMA3_8B": _LLAMA + "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336",
+    "LLAMA3_70B": _LLAMA + "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672",
+    "LLAMA3.1_405B": _LLAMA
+    + "--num-layers 126 --hidden-size 16384 --num-attention-heads 128 --ffn-hidden-size 53248 "
+    + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "Qwen3_30B_a3B": _QWEN
+    + "--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 6144 --moe-ffn-hidden-size 768",
+    "Qwen3_235B_a22B": _QWEN
+    + "--num-layers 94 --hidden-size 4096 --num-attention-heads 64 --ffn-hidden-size 12288 --moe-ffn-hidden-size 1536 "
+    + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "DeepSeekV3": _EXPERTS
+    + "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 --vocab-size 129280 "
+    + "--num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
+    + "--moe-layer-freq ([0]*3+[1]*58) --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 "
+    + "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --mtp-num-layers 1",
+}
+_FIRST = 5
+_SHAPE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published training; ``shape`` is its layout in the order of ``_SHAPE``."""
+
+    model: str
+    system: str
+    precision: str
+    gpus: int
+    batch: int
+    sequence: int
+    sharded: bool
+    shape: tuple[int, ...] = field(compare=False)
+    tokens_s: float = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} on {self.gpus} {self.system.removeprefix('DGX-')}, {self.precision}, {self.batch}"
+
+    def training(self) -> Training:
+        """Raises ConfigError if it is not expressible."""
+        if self.sharded or self.model not in _MODELS or self.precision not in _PRECISIONS:
+            raise ConfigError(f"{self.name}: expected a model and a precision that flags express, not fully sharded")
+        flags = f"{_MODELS[self.model]} {_PRECISIONS[self.precision]} --seq-length {self.sequence} "
+        return read_flags((flags + f"--global-batch-size {self.batch}").split())
+
+    def cluster(self) -> Cluster:
+        gpu, network, node = _SYSTEMS[self.system]
+        node = min(node, self.gpus)
+        return Cluster.model_validate(
+            {"nodes": self.gpus // node, "gpus_per_node": node, "gpu": gpu, "network": network}
+        )
+
+    @property
+    def measured_s(self) -> float:
+        return self.batch * self.sequence / self.tokens_s / self.gpus
+
+
+def read_published(folder: Path) -> list[Published]:
+    """Read the tables of pre-training; none if the files are not there."""
+    texts = [read_text(folder / name, "a page of published figures") for name in _FILES if (folder / name).exists()]
+    return list(dict.fromkeys(one for text in texts for one in _tables(text)))
+
+
+def _tables(text: str) -> Iterator[Published]:
+    headings: dict[str, str] = {}
+    columns: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("#"):
+            level, _, title = line.partition(" ")
+            headings = {level: title} if level == "##" else headings | {level: title}
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if "#-GPUs" in cells:
+            columns = cells
+        elif len(cells) == len(columns) and "Pre-Training" in headings.get("###", "") and "---" not in line:
+            its = dict(zip(columns, cells, strict=True))
+            kind, _, name = headings["####"].partition(": ")
+            found = _published(its | {kind: name})
+            if found is not None:
+                yield found
+
+
+def _published(its: dict[str, str]) -> Published | None:
+    """None if the precision is not given, or tokens are dropped."""
+    precision, model = its.get("Precision", "").split(" ")[0], its["Model"]
+    if not precision or "tokendrop" in model or its["System"] not in _SYSTEMS:
+        return None
+    columns = ("TP", "PP", "CP", "EP", "VP", "MBS")
+    name = model.split(" ")[0]
+    return Published(
+        model=f"{name} without MTP" if "w/o" in model else name,
+        system=its["System"],
+        precision=_OTHER_NAMES.get(precision, precision),
+        gpus=_number(its["#-GPUs"]),
+        batch=_number(its["GBS"]),
+        sequence=_number(its["Sequence Length"]),
+        sharded=_number(its.get("FSDP", "0"), 0) > 0,
+        shape=tuple(_number(its[name]) for name in columns),
+        tokens_s=_number(its["Tokens / sec / GPU"]),
+    )
+
+
+def _number(cell: str, other: int = 1) -> int:
+    found = re.match(r"[0-9]+", cell)
+    return int(found[0]) if found else other
+
+
+def shape_of(its: Parallel) -> tuple[int, ...]:
+    return tuple(getattr(its, name) for name in _SHAPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the search says: the place and the rank of the published layout, and whether the first five fit."""
+
+    published: Published
+    place: int | None
+    rank: int | None
+    over_first: float | None
+    error: float | None
+    fits: bool
+    first: Proposal
+
+
+def find(one: Published, top: int = 40) -> Found:
+    """Search for the published training's layout.
+
+    Raises:
+        ConfigError: it is not expressible.
+    """
+    training, cluster = one.training(), one.cluster()
+    links = cluster.links(Path())
+    found = search(training, cluster, links, top).proposals
+    times = [its.iteration_s for its in found]
+    place = next((at for at, its in enumerate(found) if shape_of(its.parallel) == one.shape), None)
+    own = found[place].iteration_s if place is not None else _own_s(Evaluator(training, cluster, links), one)
+    return Found(
+        one,
+        None if place is None else place + 1,
+        None if place is None else ranks(times)[place],
+        None if own is None else own / times[0] - 1,
+        None if own is None else own / one.measured_s - 1,
+        all(its.interval_bytes[1] <= cluster.room_bytes for its in found[:_FIRST]),
+        found[0],
+    )
+
+
+def _own_s(evaluator: Evaluator, one: Published) -> float | None:
+    """Seconds of the published layout, with the least recomputation that fits; None if there is no such layout."""
+    training = evaluator.training
+    fixed = dict(training.fixed) | dict(zip(_SHAPE, one.shape, strict=True))
+    narrowed = Training(**{name: getattr(training, name) for name in training.__slots__} | {"fixed": fixed})
+    try:
+        return search(narrowed, evaluator.cluster, evaluator.links, 1).proposals[0].iteration_s
+    except ConfigError:
+        return None
+
+
+def measure_recipes(folder: Path) -> dict[str, Any]:
+    """The figures; prints a line for each training."""
+    rows = read_published(folder)
+    found: list[Found] = []
+    for one in rows:
+        try:
+            found.append(find(one))
+        except ConfigError as error:
+            print(f"  {one.name:<58} {'fully sharded' if one.sharded else str(error)[:90]}")
+            continue
+        _print(found[-1])
+    return _figures(rows, found)
+
+
+def _print(its: Found) -> None:
+    shown = [f"{'-' if value is None else f'{value:+.1%}':>7}" for value in (its.over_first, its.error)]
+    best, parallel = its.first, its.first.parallel
+    recompute = "" if parallel.recompute is Recompute.NONE else f" {parallel.recompute.value}"
+    print(
+        f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.rank or '-':>4} {shown[0]} "
+        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB"
+        f"{'' if its.fits else ', TOO LARGE'}",
+        flush=True,
+    )
+
+
+def _figures(rows: Sequence[Published], found: Sequence[Found]) -> dict[str, Any]:
+    errors = [abs(its.error) for its in found if its.error is not None]
+    return {
+        "published": len(rows),
+        "expressible": len(found),
+        "recipes_in_first_five": fmean((its.rank or _FIRST + 1) <= _FIRST for its in found) if found else None,
+        "exactly_in_first_five": fmean((its.place or _FIRST + 1) <= _FIRST for its in found) if found else None,
+        "out_of_memory": sum(not its.fits for its in found),
+        "time_mean": fmean(errors) if errors else None,
+    }
