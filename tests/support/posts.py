@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.agent.agent import Seat
 from megatron.fill.agent.claims import Claims
 from megatron.fill.agent.context import AgentContext
-from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.ranking import Ranking
-from megatron.fill.agent.seat import Seat
 from megatron.fill.agent.spec import AgentSpec
+from megatron.fill.agent.watch import Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device import Sharing
 from megatron.fill.device.cpu import CpuDevice
@@ -67,9 +67,9 @@ class Post:
             ),
             ranking=Ranking(agent.policy, "rank 3", "cpu", board, 0, memory.room_bytes),
             ledger=AttemptLedger(AgentFile(folder, 3)),
-            judge=Judge(),
         )
         self.pool = WorkerPool(self.context)
+        self.judge = Judge()
         self.ledger = self.context.ledger
 
     @staticmethod
@@ -122,7 +122,7 @@ class Post:
         return claim
 
     def seat(self) -> Seat:
-        return Seat(self.context, self.pool)
+        return Seat(self.context, self.pool, self.judge)
 
 
 @contextmanager

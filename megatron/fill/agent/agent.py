@@ -17,26 +17,29 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.agent.admission import refusal
 from megatron.fill.agent.claims import Claims, not_yet_submitted, note_submitted
 from megatron.fill.agent.context import AgentContext
-from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.jobmapping import open_mapping
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.logfile import turn_over
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.metrics import MetricsServer
 from megatron.fill.agent.mover import Mover
-from megatron.fill.agent.ranking import Ranking
-from megatron.fill.agent.seat import Seat
+from megatron.fill.agent.ranking import Ranking, Resident
+from megatron.fill.agent.run import JobRun
 from megatron.fill.agent.settling import Settling
 from megatron.fill.agent.spec import AgentSpec
+from megatron.fill.agent.watch import Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device import MpsDaemon, open_device
 from megatron.fill.device.meter import fingerprint
 from megatron.fill.device.nvml import shared_nvml
+from megatron.fill.device.port import Limits
 from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
@@ -47,15 +50,133 @@ from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.records import AgentFile, Estimate, LiveSegment, last_segment
-from megatron.fill.store.port import DeviceEntry
+from megatron.fill.store.port import DeviceEntry, Job, JobStore
 
 logger = logging.getLogger("pipefill.agent")
 
 _KILL_S = 1.5  # time limit for a kill
 _SHRINK_S = 1.0  # time limit for giving memory back, once the worker's step has ended
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # time between two looks of an empty seat for a job
+_LOOK_AGAIN_S = 5.0  # even if the queue has not changed: leases expire, and devices become busy or free
+_REST_S = 0.2  # between two looks whether a rest is over
 _SETTLE_S = 0.5  # time between two looks whether jobs have settled
 _SHOW_S = 10.0  # time between two records of the running jobs, and of the reasons why others wait
+
+
+class Seat:
+    """Serves one job after the other, in a thread of its own; any thread may read the properties.
+
+    Args:
+        beside: returns the resident job, for the tail seat; None for the resident seat.
+        idle: called when there is no job for this seat.
+
+    Attributes:
+        job_name: name of the present job; empty for none.
+    """
+
+    def __init__(
+        self,
+        context: AgentContext,
+        pool: WorkerPool,
+        judge: Judge,
+        beside: Callable[[], Resident | None] | None = None,
+        idle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.context = context
+        self.pool = pool
+        self.judge = judge
+        self.tail = beside is not None
+        self.job_name = ""
+        self._beside = beside or (lambda: None)
+        self._idle = idle
+        self._run: JobRun | None = None
+        self._has_stepped = False  # a job that has ended has done a step
+        self._seen: object = None  # state of store, cycle and resident job at the latest look
+        self._looked_s = 0.0
+
+    def __str__(self) -> str:
+        return "tail job" if self.tail else "resident job"
+
+    @property
+    def resident(self) -> Resident | None:
+        """The present job and its folder from its first step until its worker ends, otherwise None.
+
+        What it leaves to a tail job is unknown before, and a tail job that is set up at the same time delays it.  Jobs
+        that are claimed later also go to ranks that have none yet.
+        """
+        run = self._run
+        return run.resident if run is not None and run.stepped else None
+
+    @property
+    def stepped(self) -> bool | None:
+        """True once any job of this seat has done a step; until then False with a job here, None without."""
+        run = self._run
+        if self._has_stepped or (run is not None and run.stepped):
+            return True
+        return False if self.job_name else None
+
+    @property
+    def busy_until_s(self) -> float | None:
+        """The job's expected end in seconds since the epoch; infinity if unknown, None without a job."""
+        run = self._run
+        if not self.job_name:
+            return None
+        return math.inf if run is None else run.done_at_s
+
+    def serve(self) -> bool:
+        """Run the next job, and return True; False if there is none for this seat."""
+        context, beside = self.context, self._beside()
+        if context.control.state is not RunState.RUNNING:
+            return False
+        if self.tail and (beside is None or not context.baton.held):  # the resident job does not serve bubbles yet
+            return False
+        if context.device.name != "cpu" and context.board.read() is None:
+            return False  # before the first iterations, the memory that the training leaves at its peak is unknown
+        quota = context.spec.quota
+        most = None if quota is None else quota.jobs
+        claim = context.claims.claim(lambda store: self._wanted(store, beside), context.name, most)
+        if claim is None:
+            self._idle()
+            return False
+        self.job_name = claim.job.name
+        context.claims.look_again()
+        try:
+            self._run = JobRun(context, self.pool, self.judge, claim, beside)
+            self._run.run()
+        finally:
+            self._has_stepped = bool(self.stepped)
+            self.job_name, self._run = "", None
+            context.claims.look_again()
+        return True
+
+    def rest(self, seconds: float) -> None:
+        """Wait for ``seconds``, at most until the training is over or the resident job next to this seat changes."""
+        end_s, beside = time.monotonic() + seconds, self._neighbour
+        while not self.context.over and self._neighbour == beside and time.monotonic() < end_s:
+            time.sleep(_REST_S)
+
+    @property
+    def _neighbour(self) -> tuple[Resident | None, bool]:
+        """The resident job next to this seat, and True if it serves bubbles."""
+        beside = self._beside()
+        return beside, beside is not None and self.context.baton.held
+
+    def may_run(self, job: Job) -> bool:
+        """True if the job may run here and there is memory for it now."""
+        return not refusal(job.work, self.context.spec.allow) and isinstance(self.context.limits(job), Limits)
+
+    def _wanted(self, store: JobStore, beside: Resident | None) -> Sequence[int]:
+        """Return the ids of the jobs to claim, best first.
+
+        If there were none at the latest look, the store is asked again only after a change or ``_LOOK_AGAIN_S``.
+        """
+        seen, now_s = (store.stamp(), self.context.board.version, beside), time.monotonic()
+        if seen == self._seen and now_s - self._looked_s < _LOOK_AGAIN_S:
+            return []
+        store.recover()
+        wanted = self.context.ranking.wanted(store, beside)
+        self._seen, self._looked_s = None if wanted else seen, now_s
+        return wanted
 
 
 class Agent:
@@ -72,8 +193,9 @@ class Agent:
         name = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}"
         self.context = context = self._context(spec, name, dead)
         self.pool = WorkerPool(context)
-        self.resident = Seat(context, self.pool, idle=self._look_elsewhere)
-        self.tail = Seat(context, self.pool, beside=lambda: self.resident.resident)
+        judge = Judge()
+        self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
+        self.tail = Seat(context, self.pool, judge, beside=lambda: self.resident.resident)
         self._live: LiveSegment | None = None
         self._metrics = None if spec.metrics is None else MetricsServer(spec.metrics)
         self.mover = Mover(name, spec.run_dir, context.ranking, self.resident.may_run)
@@ -105,7 +227,6 @@ class Agent:
             claims=self._claims(spec, name, dead),
             ranking=ranking,
             ledger=AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word),
-            judge=Judge(),
             mapping=open_mapping(spec.dcgm_job_mapping, spec.device_uuid, lambda: shared_nvml().gpus()),
         )
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.fill.agent.claims import Claims
-from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.jobmapping import JobMapping
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
@@ -27,8 +26,7 @@ class AgentContext:
     """The agent's shared objects, made before any of its threads starts.
 
     Gate, board, control and baton are pages in shared memory, which any thread may read; only the resident seat's
-    thread drops the baton.  ``claims``, ``memory``, ``ranking`` and ``ledger`` are thread-safe; each job is
-    for one thread of ``judge`` at a time.
+    thread drops the baton.  ``claims``, ``memory``, ``ranking`` and ``ledger`` are thread-safe.
 
     Attributes:
         name: the device's name in the store.
@@ -52,7 +50,6 @@ class AgentContext:
     claims: Claims
     ranking: Ranking
     ledger: AttemptLedger
-    judge: Judge
     mapping: JobMapping | None = None
     orphaned: threading.Event = field(default_factory=threading.Event)
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,14 @@ from megatron.fill import untrusted
 from megatron.fill.agent.admission import refusal
 from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.context import AgentContext
-from megatron.fill.agent.ending import End, How, NotStarted, starting
+from megatron.fill.agent.ending import How
 from megatron.fill.agent.energy import EnergyShare
 from megatron.fill.agent.enforcer import Enforcer, Overtime
 from megatron.fill.agent.folder import BoundedOutput, folder_name, job_folder, occupied
 from megatron.fill.agent.ledger import Record
 from megatron.fill.agent.memory import MemoryShare
 from megatron.fill.agent.ranking import Resident
-from megatron.fill.agent.watch import JobWorker, StopRequests, progress_of
+from megatron.fill.agent.watch import End, JobWorker, Judge, StopRequests, progress_of
 from megatron.fill.agent.workers import WorkerPool, WorkerProcess, write_spec
 from megatron.fill.device.port import Limits
 from megatron.fill.device.pressure import NoRoom
@@ -44,6 +45,32 @@ _MOST_SAID = 2000  # most characters of a worker's last output that are logged
 _SHOWN = 2000  # number of recent bubbles and steps in the record of a running job
 
 
+class NotStarted(Exception):
+    """A job did not begin, through no fault of its own.  No process of it is left."""
+
+    def __init__(self, cause: Cause, detail: str) -> None:
+        super().__init__(cause, detail)
+        self.status = Status(JobState.QUEUED, cause, detail)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Turn exceptions of this block into NotStarted.
+
+    Raises:
+        NotStarted: the block raised an exception.
+    """
+    try:
+        yield
+    except NotStarted:
+        raise
+    except OSError as error:  # for example a full disk: it may succeed on another rank, or here later
+        raise NotStarted(Cause.NOT_STARTED, str(error)) from error
+    except Exception as error:
+        logger.exception("a job could not be started")
+        raise NotStarted(Cause.NOT_STARTED, f"{type(error).__name__}: {error}") from error
+
+
 class JobRun:
     """An attempt to run a claimed job.
 
@@ -57,9 +84,12 @@ class JobRun:
         done_at_s: its expected end in seconds since the epoch; infinity if unknown.
     """
 
-    def __init__(self, context: AgentContext, pool: WorkerPool, claim: Claim, beside: Resident | None) -> None:
+    def __init__(
+        self, context: AgentContext, pool: WorkerPool, judge: Judge, claim: Claim, beside: Resident | None
+    ) -> None:
         self.context = context
         self.pool = pool
+        self.judge = judge
         self.job = claim.job
         self.beside = beside
         self.held = HeldClaim(claim, self.progress)
@@ -149,7 +179,7 @@ class JobRun:
             self.started_ns, self.started_s = time.monotonic_ns(), time.time()
             always.enter_context(context.ledger.running(self.so_far))
             worker, end = self._work(limits, directory)
-            status, progress = context.judge.verdict(job, end), self.progress()
+            status, progress = self.judge.verdict(job, end), self.progress()
             if status.cause is Cause.DOES_NOT_FIT:
                 status = replace(status, device=context.name)
             if status.failed:

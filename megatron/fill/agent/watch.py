@@ -1,4 +1,4 @@
-"""A worker that has its job: watched to its end, asked to stop or to give memory back, ended where it must be."""
+"""A worker that has its job: watched to its end, ended where it must be; and what becomes of the job then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from megatron.fill import untrusted
 from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.context import AgentContext
-from megatron.fill.agent.ending import Ending, How, Watcher, harshest
+from megatron.fill.agent.ending import Ending, How, Watcher
 from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.device.port import Limiter
@@ -25,13 +25,21 @@ from megatron.fill.pages.control import RunState
 from megatron.fill.pages.phases import Saving
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.sidetask.base import RESULT
-from megatron.fill.status import Cause, why
+from megatron.fill.status import Cause, JobState, Status, Then, why
 from megatron.fill.store.port import Job, Progress, Standing
 from megatron.fill.worker.spec import Outcome
 
 TICK_S = 0.2
 STOP_S = 10.0  # time limit for a worker to save and stop
 _READ_BYTES = 64 * 1024
+_CRASHES = 3  # crashes in a row without a checkpoint in between, after which the job has failed
+_ALL_CRASHES = 12  # crashes in all, after which it has failed in spite of checkpoints
+
+
+def harshest(watchers: Iterable[Watcher]) -> Ending | None:
+    """Ask all watchers, and return the most severe decision (the first one if several are as severe)."""
+    found = [ending for watcher in watchers if (ending := watcher.look()) is not None]
+    return max(found, key=lambda ending: ending.how, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +259,90 @@ class JobWorker:
             with contextlib.suppress(ValueError):
                 return Cause.SIGNAL, f"{signal.Signals(-code).name} {where}"
         return Cause.EXITED, f"{code} {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of a worker.
+
+    Attributes:
+        outcome: the worker's own report, or a substitute if it left none or was killed.
+        ending: the agent's decision to end it; None if it ended by itself.
+        standing: state of the claim at the end.
+        saved: this attempt left a checkpoint.
+        kept: there is a checkpoint, of this or an earlier attempt.
+        request: reason of a request to give memory back to the training; empty if there was none.
+        over: the training has ended.
+        unfit: the job must not be tried here again before the bubble cycle changes.
+        violations: number of violations of the worker's bubbles (``Enforcer``).
+        ended_ns: time of the end, CLOCK_MONOTONIC.
+    """
+
+    outcome: Outcome
+    ending: Ending | None = None
+    standing: Standing = Standing.HELD
+    saved: bool = False
+    kept: bool = False
+    request: str = ""
+    over: bool = False
+    unfit: bool = False
+    violations: int = 0
+    ended_ns: int = 0
+
+
+class Judge:
+    """Decides on the jobs of one agent, and counts their crashes there; each job is for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[int, tuple[int, int]] = {}  # by job: in a row, and in all
+
+    def verdict(self, job: Job, end: End) -> Status:
+        """Return the job's new status; a job that has failed is queued again for as many retries as it asks for."""
+        status = self._judge(job, end)
+        if status.state is not JobState.FAILED:
+            return status
+        self._deaths.pop(job.id, None)
+        before, most = job.progress.failures, job.work.retries
+        if before >= most:
+            return status
+        return replace(status, state=JobState.QUEUED, retry=before + 1, retries=most)
+
+    def _judge(self, job: Job, end: End) -> Status:
+        outcome = end.outcome
+        if outcome.cause is Cause.FINISHED:
+            return outcome.status
+        if end.standing is Standing.CANCELLED:
+            return Status(JobState.CANCELLED, Cause.CANCELLED_RUNNING)
+        gave_back = outcome.cause in (Cause.STOPPED, Cause.CROWDED)
+        again = Then.RESUMES if end.kept else Then.BEGINS_AGAIN
+        match end.ending:
+            case Ending(How.STOP, Cause.TIMEOUT) | Ending(stop=Cause.TIMEOUT):
+                return Status(JobState.FAILED, Cause.TIMEOUT, f"{job.work.timeout_s:g}")
+            case Ending(How.CUT, cause, detail):
+                return Status(JobState.QUEUED, cause, detail, again)
+            # On a busy machine a job may be slow to stop through no fault of its own.
+            case Ending(How.LATE, stop=(Cause.MOVES | Cause.TRAINING_ENDED) as cause):
+                return Status(JobState.QUEUED, cause, then=again)
+            case Ending(How.STOP, cause, detail) if outcome.cause.died:
+                return Status(JobState.QUEUED, cause, detail, again)
+            case Ending(How.STOP, cause, detail) if gave_back:
+                return Status(JobState.QUEUED, cause, detail, outcome.then)
+        if gave_back and end.over:
+            return Status(JobState.QUEUED, Cause.TRAINING_ENDED, then=outcome.then)
+        if outcome.cause is Cause.CROWDED and end.request:
+            return Status(JobState.QUEUED, Cause.MEMORY_NEEDED, end.request, outcome.then)
+        if gave_back:
+            return self._died(job, Status(JobState.FAILED, Cause.GAVE_UP), end.saved)
+        return self._died(job, outcome.status, end.saved) if outcome.cause.died else outcome.status
+
+    def _died(self, job: Job, status: Status, saved: bool) -> Status:
+        in_a_row, in_all = self._deaths.get(job.id, (0, 0))
+        self._deaths[job.id] = in_a_row, in_all = (1 if saved else in_a_row + 1), in_all + 1
+        if in_a_row >= _CRASHES:
+            return replace(status, then=Then.DIED_IN_A_ROW, deaths=_CRASHES)
+        if in_all >= _ALL_CRASHES:
+            return replace(status, then=Then.DIED_TOO_OFTEN, deaths=_ALL_CRASHES)
+        return replace(status, state=JobState.QUEUED, then=Then.TRIED_AGAIN)
 
 
 def _read_result(directory: Path) -> dict[str, Any]:

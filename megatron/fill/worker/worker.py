@@ -1,8 +1,8 @@
 """The processes of a worker: the first one, which the agent starts (``main``), and the job's, in the sandbox.
 
 The first process waits for its job, reads the spec, maps the pages that it shares with the rank, and starts the job in
-the sandbox; it stays outside itself.  A task inside inherits the mapped pages.  It has no descriptors of them, so it
-cannot map read-only pages again for writing.
+the sandbox; it stays outside itself.  A task inside (``TaskRun``) inherits the mapped pages.  It has no descriptors of
+them, so it cannot map read-only pages again for writing.
 """
 
 from __future__ import annotations
@@ -11,32 +11,59 @@ import contextlib
 import importlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.fill.errors import SandboxError
+from megatron.fill.device.port import Limits
+from megatron.fill.display import mib
+from megatron.fill.errors import FillError, PlanError, SandboxError, StaleProfile
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
 from megatron.fill.pages.baton import Baton, TailGate
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
+from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, map_log
+from megatron.fill.profiles import JobProfile
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sandbox.process import SandboxedProcess
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.imperative import ImperativeTask
+from megatron.fill.sidetask.loader import load_task
+from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.sidetask.nodes import NodeTask
+from megatron.fill.status import Cause, Then
+from megatron.fill.worker import checkpoint
 from megatron.fill.worker.command import CommandRun
-from megatron.fill.worker.pacing import StepDevice, StepPages
+from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import Pacer, StepDevice, StepPages, Stopped
+from megatron.fill.worker.saver import Saver
 from megatron.fill.worker.spec import Outcome, SandboxReport, WorkerSpec
-from megatron.fill.worker.taskrun import TaskRun
+
+if TYPE_CHECKING:
+    from megatron.fill.worker.nodes import NodeRun
+
+# Modules that only some jobs need are imported for those only, since a worker's start takes time of the rank's core.
 
 logger = logging.getLogger("pipefill.worker")
 
 _MOST_PATH_BYTES = 1 << 14
+# By whether there is a checkpoint, and whether the job's profile was measured and nothing else done.
+_THEN = {
+    (True, False): Then.SAVED,
+    (False, False): Then.RESTARTS,
+    (True, True): Then.MEASURED_SAVED,
+    (False, True): Then.MEASURED_RESTARTS,
+}
 
 
 class Worker:
@@ -139,6 +166,182 @@ def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[],
         sys.exit(1)
     held.let_go()
     return held
+
+
+class TaskRun:
+    """Runs one task to its end, or until the training is over.
+
+    Args:
+        board: page with the rank's bubble cycle.
+        asked_to_stop: returns True once the worker was asked to stop; called between steps.
+        device: the device as its steps use it.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        pages: StepPages,
+        board: CycleBoardReader,
+        asked_to_stop: Callable[[], bool],
+        device: StepDevice,
+    ) -> None:
+        self.spec, self.pages, self.board, self.log = spec, pages, board, pages.log
+        self.directory = Path(spec.directory)
+        self._asked_to_stop, self._device = asked_to_stop, device
+        self._crowded = False  # the task could not give back memory that the training needs
+        self._measures = False  # the job had no profile
+
+    def run(self) -> Outcome:
+        """Run the task and return its outcome, whatever it raises."""
+        machine: TaskMachine | None = None
+        context = self.spec.context()
+        unit = SideTask.unit
+
+        def outcome(cause: Cause, detail: str = "", then: Then = Then.NONE) -> Outcome:
+            return Outcome(cause, detail, then, unit, context.total_work, context.result)
+
+        try:
+            machine = self.new_machine(context)
+            unit = self.log.unit = machine.task.unit
+            try:
+                finished = self.serve(machine, self.spec.profiles)
+            except StaleProfile as error:
+                logger.warning("%s: measuring it again", error)
+                machine.stop()
+                machine = self.new_machine(context)
+                finished = self.serve(machine, None)
+            self.log.phase = WorkerPhase.STOP
+            machine.stop()
+            self.log.phase = WorkerPhase.STOPPED
+        except Stopped:
+            finished = False
+            if machine is not None:
+                machine.stop()
+        except PlanError as error:
+            if machine is not None:
+                machine.stop()
+            return outcome(Cause.DOES_NOT_FIT, str(error))
+        except BaseException as error:  # SystemExit included: the job failed, and the outcome has the reason
+            self.log.enter_bubble(0)  # the step is over, so the rest is not an overrun of it
+            print(task_traceback(error), end="", file=sys.stderr)
+            reason = _reason(error, machine.callback if machine else "", self.spec.limits)
+            if machine is not None:
+                with contextlib.suppress(BaseException):
+                    machine.stop()
+            return outcome(Cause.FAILED, reason)
+        if finished:
+            checkpoint.discard(self.directory)
+            return outcome(Cause.FINISHED)
+        only_measured = self._measures and not self.log.work_done
+        then = _THEN[checkpoint.exists(self.directory), only_measured]
+        return outcome(Cause.CROWDED if self._crowded else Cause.STOPPED, then=then)
+
+    def new_machine(self, context: TaskContext) -> TaskMachine:
+        """Load the task, without calling ``create``, and return its machine.
+
+        Raises:
+            TaskError: there is no such task.
+        """
+        spec, enter = self.spec, None
+        if spec.device.startswith("cuda"):
+            from megatron.fill.device import cuda
+
+            enter = cuda.Entrance(spec.device, spec.limits, spec.sharing, logger.info)
+        task = load_task(spec.work.task or "", spec.work.search)
+        if isinstance(task, ImperativeTask):
+            from megatron.fill.worker.driven import Driven
+
+            return TaskMachine(Driven(task, enter or (lambda: None)), context)  # its own process calls ``enter``
+        machine = TaskMachine(task, context)
+        machine.enter = enter or machine.enter
+        return machine
+
+    def serve(self, machine: TaskMachine, profiles: list[dict[str, Any]] | None) -> bool:
+        """Create the task and run its steps; True if it is finished.
+
+        Args:
+            profiles: profiles of its nodes, one per configuration, as JSON; None to measure them first.
+
+        Raises:
+            StaleProfile: the task's nodes are not those of the profiles.
+            PlanError: no configuration of it fits the bubbles.
+            Stopped: the worker was asked to stop before the first step.
+        """
+        loop = self._new_loop(machine)
+        saver = Saver(machine, self.directory, self.spec.checkpoint_s, self.log, loop.turn)
+        plans = self._new_plans(machine, loop, profiles)
+        if plans is not None and not plans.choose():
+            return False
+        if plans is None and profiles:  # otherwise the first steps would have no estimate
+            loop.expect_steps(JobProfile.from_dict(profiles[0]))
+        self.log.phase = WorkerPhase.CREATE
+        self.log.ready_ns = time.monotonic_ns()
+        machine.create(self.spec.work.args)
+        saver.load()
+        if plans is not None:
+            plans.configure()
+        self.log.phase = WorkerPhase.INIT
+        with loop.turn("init()"):
+            machine.init()
+        self.log.total_work = machine.task.context.total_work
+        if plans is not None:
+            plans.begin()
+        loop.between = partial(self._between, saver, plans)
+        loop.attend = partial(self._attend, saver, machine)
+        self.log.phase = WorkerPhase.ASLEEP
+        try:
+            finished = loop.run()
+        except Stopped:  # while it waited to change its configuration, between two iterations
+            finished = False
+        if not finished:
+            saver.save()
+        return finished
+
+    def _new_loop(self, machine: TaskMachine) -> StepLoop:
+        """Return the loop for this device, with a pacer if the device does not preempt steps."""
+        if self._device.preemptive:
+            return StepLoop(machine, self.pages, self._stopping, self._device)
+        pacer = Pacer(self.pages, self._stopping, self._device)
+        machine.task.context.aside = pacer.aside
+        return StepLoop(machine, self.pages, self._stopping, self._device, pacer)
+
+    def _new_plans(self, machine: TaskMachine, loop: StepLoop, profiles: list[dict[str, Any]] | None) -> NodeRun | None:
+        if not isinstance(machine.task, NodeTask):
+            return None
+        from megatron.fill.worker.nodes import NodeRun
+
+        self._measures = profiles is None
+        return NodeRun(self.spec, machine.task, profiles, loop, self.board, machine.enter)
+
+    def _between(self, saver: Saver, plans: NodeRun | None) -> None:
+        """Save and plan between two bubbles."""
+        saver.save_if_due()
+        if plans is not None:
+            plans.follow()
+
+    def _attend(self, saver: Saver, machine: TaskMachine) -> None:
+        """Carry out requests of the agent: save the task, give memory back."""
+        saver.save_if_wanted()
+        if (wanted_bytes := self.log.wanted_bytes) is not None:
+            self._crowded = not machine.shrink(wanted_bytes) or self._crowded
+            self.log.wanted_bytes = None
+
+    def _stopping(self) -> bool:
+        return self._crowded or self._asked_to_stop()
+
+
+def _reason(error: BaseException, callback: str, limits: Limits) -> str:
+    where = f" in {callback}()" if callback else ""
+    if isinstance(error, SystemExit):
+        return f"the task called sys.exit({error.code!r}){where}"
+    if isinstance(error, FillError):
+        return str(error)
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in message or "out of memory" in message:
+        cap = f"over its cap of {mib(limits.memory_bytes)}" if limits.memory_bytes else "out of memory"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return f"{cap}{where}, with a peak of {mib(peak)}: {message}"
+    return f"{message}{where}"
 
 
 def main(*given: str) -> None:

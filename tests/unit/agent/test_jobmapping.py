@@ -103,6 +103,6 @@ def test_the_file_is_that_of_the_gpus_index(tmp_path, directory, uuid, there):
 def test_a_job_that_cannot_be_started_leaves_no_line(path, tmp_path):
     with post(tmp_path / "run") as at:
         mapping = JobMapping(path)
-        run = JobRun(replace(at.context, mapping=mapping), at.pool, at.claim(task="nowhere:Task"), None)
+        run = JobRun(replace(at.context, mapping=mapping), at.pool, at.judge, at.claim(task="nowhere:Task"), None)
         run.run()
     assert not path.exists()

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent.ending import End, Ending, How, Judge
+from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.run import JobRun
-from megatron.fill.agent.watch import JobWorker, StopRequests
+from megatron.fill.agent.watch import End, JobWorker, Judge, StopRequests
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.phases import Saving
@@ -53,7 +53,7 @@ class Bench:
     def run(self, pid: int = 0, **spec: Any) -> JobRun:
         """One whose worker is the process ``pid``; the test speaks for it."""
         claim = self.post.claim("running", **spec)
-        run = JobRun(self.post.context, self.post.pool, claim, None)
+        run = JobRun(self.post.context, self.post.pool, self.post.judge, claim, None)
         run.started_ns = time.monotonic_ns()
         log = StepLog(create_log())
         requests = StopRequests(self.post.context, run.held, log, run.started_ns)
@@ -308,7 +308,7 @@ def test_what_a_running_job_is_said_to_have_done_is_what_its_worker_is_said_to_h
 def test_one_that_has_not_begun_has_no_record_and_is_as_far_as_before(bench):
     claim = bench.post.claim("waits")
     claim = Claim(replace(claim.job, progress=Progress(work_done=3.0, failures=1)), "agent")
-    run = JobRun(bench.post.context, bench.post.pool, claim, None)
+    run = JobRun(bench.post.context, bench.post.pool, bench.post.judge, claim, None)
     assert run.so_far() is None
     assert run.progress() == claim.job.progress
 

@@ -21,9 +21,9 @@ from megatron.fill.device import cuda
 from megatron.fill.device.port import Limits
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import WorkerSpec
-from megatron.fill.worker import taskrun as module
+from megatron.fill.worker import worker as module
 from megatron.fill.worker.pacing import StepDevice, at_once
-from megatron.fill.worker.taskrun import TaskRun
+from megatron.fill.worker.worker import TaskRun
 from megatron.fill.sandbox import Sandbox
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
 

@@ -65,6 +65,20 @@ def test_where_the_design_says_that_a_function_is_it_is():
         assert named <= there, question
 
 
+def test_the_path_of_a_job_is_short_and_what_it_names_is_there():
+    section = (
+        (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("## The path of a job")[1].split("\n## ")[0]
+    )
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    files: set[str] = set()
+    for _, number, station, place, _ in rows:
+        files |= (entered := set(re.findall(r"`([\w/]+\.py)`", place)))
+        there = set().union(*(defined(ROOT / "megatron/fill" / file) for file in entered | files))
+        assert set(re.findall(r"`(\w+(?:\.\w+)?)`", station)) - {"Work"} <= there, number
+    assert len(rows) <= 20
+    assert len(files) <= 12
+
+
 def test_what_contributors_are_pointed_to_is_there():
     section = (
         (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where a change goes")[1].split("\n## ")[0]

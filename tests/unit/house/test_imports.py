@@ -277,7 +277,7 @@ def test_torch_free_modules_import_without_torch():
 
 
 # Runs inside the job's own process, or writes only: what a job does to these it does to itself.
-WORKER_SIDE = {"worker", "loop", "nodes", "profiler", "checkpoint", "saver", "command", "measure", "driven", "taskrun"}
+WORKER_SIDE = {"worker", "loop", "nodes", "profiler", "checkpoint", "saver", "command", "measure", "driven"}
 READERS = {"read_text", "read_bytes", "open", "fdopen", "load", "loads", "from_json"}
 # What agents, report and commands read that no job's folder holds: file -> calls.
 OTHER_READS = {

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill import status as texts
-from megatron.fill.agent.ending import End, Ending, How, Judge
+from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.ranking import Misfits
+from megatron.fill.agent.watch import End, Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.cli import main
 from megatron.fill.sidetask.examine import Examined

@@ -18,7 +18,7 @@ from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.work import Work
 from megatron.fill.worker.driven import Driven
 from megatron.fill.worker.pacing import StepDevice
-from megatron.fill.worker.taskrun import TaskRun
+from megatron.fill.worker.worker import TaskRun
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
 
 

@@ -14,7 +14,7 @@ from megatron.fill.work import Work
 from megatron.fill.worker import checkpoint
 from megatron.fill.worker.pacing import StepDevice, Stopped
 from megatron.fill.worker.spec import Outcome, WorkerSpec
-from megatron.fill.worker.taskrun import TaskRun
+from megatron.fill.worker.worker import TaskRun
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
 
 
@@ -60,7 +60,7 @@ def test_a_job_that_is_stopped_while_it_waits_to_change_over_is_saved(tmp_path, 
     def stopped(_: object) -> bool:
         raise Stopped
 
-    monkeypatch.setattr("megatron.fill.worker.taskrun.StepLoop.run", stopped)
+    monkeypatch.setattr("megatron.fill.worker.worker.StepLoop.run", stopped)
     run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: False, StepDevice(preemptive=True))
     assert not run.serve(TaskMachine(Counting(), TaskContext("job", tmp_path)), None)
     saved = checkpoint.load(tmp_path)
