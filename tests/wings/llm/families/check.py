@@ -3,7 +3,7 @@
 For each family of ``AutoModelForCausalLM`` that the installed ``transformers`` can build here: a tiny model with random
 weights, greedily, in five ways (alone, in a batch, with prompts in chunks, with token trees, with long sequences).
 
-    python scripts/benchmarks/check_models.py --json docs/benchmarks/models.json
+    python -m tests.wings.llm.families.check --json docs/benchmarks/models.json
 
 A family is ``equal`` in all ways, ``refused`` by the product when it loads the model, or ``differs``; or no tiny config
 of it fits (``not built``), or its process did not end (``not compared``).  Results are written after each family; those
@@ -31,16 +31,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.linux.files import write_text
-from scripts.benchmarks import compared_families, harness, tiny_families
+from scripts.benchmarks import harness
+from tests.wings.llm.families import compared, tiny
 
-COMMAND = "python scripts/benchmarks/check_models.py --json docs/benchmarks/models.json"
+COMMAND = "python -m tests.wings.llm.families.check --json docs/benchmarks/models.json"
 NOT_COMPARED = "not compared"
 _WALL = 4  # seconds that may pass for each one of a limit of CPU time: other processes may keep a machine busy
 STATUSES = (
-    compared_families.EQUAL,
-    compared_families.REFUSED,
-    compared_families.DIFFERS,
-    compared_families.NOT_BUILT,
+    compared.EQUAL,
+    compared.REFUSED,
+    compared.DIFFERS,
+    compared.NOT_BUILT,
     NOT_COMPARED,
 )
 
@@ -56,14 +57,14 @@ class _Running:
 def main() -> int:
     arguments = _arguments()
     found = earlier(arguments.json, _versions())
-    named = arguments.families or [name for name in tiny_families.families() if name not in found]
+    named = arguments.families or [name for name in tiny.families() if name not in found]
     for name, result in _all(named, arguments):
         found[name] = result
         print(f"{name:28} {result['status']:12} {result['reason'][:120]}", flush=True)
         if arguments.json:
             write_text(arguments.json, json.dumps(_content(found), indent=1) + "\n")
     print(", ".join(f"{number} {status}" for status, number in _counts(found).items()))
-    return 1 if _counts(found)[compared_families.DIFFERS] else 0
+    return 1 if _counts(found)[compared.DIFFERS] else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -75,7 +76,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--processes", type=int, default=2, help="at a time")
     arguments = parser.parse_args()
-    if unknown := sorted(set(arguments.families or ()) - set(tiny_families.families())):
+    if unknown := sorted(set(arguments.families or ()) - set(tiny.families())):
         parser.error(f"--families {' '.join(unknown)}: transformers {version('transformers')} has no such model type")
     if arguments.processes < 1:
         parser.error(f"--processes is {arguments.processes}; expected 1 or more")
@@ -110,7 +111,7 @@ def _content(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "command": COMMAND,
         "versions": _versions(),
         "summary": {"families": len(found), **_counts(found), "ties": sum(one["ties"] for one in found.values())},
-        "ways": {name: asdict(way) for name, way in compared_families.WAYS.items()},
+        "ways": {name: asdict(way) for name, way in compared.WAYS.items()},
         "families": {name: found[name] for name in sorted(found)},
     }
 
@@ -167,14 +168,14 @@ def _result(one: _Running, limit_s: float) -> dict[str, Any] | None:
         return None
     one.process.kill()
     one.process.join()
-    outcome = outcome or compared_families.Outcome(NOT_COMPARED, why)
+    outcome = outcome or compared.Outcome(NOT_COMPARED, why)
     return {**asdict(outcome), "seconds": round(seconds, 1)}
 
 
 def _child(family: str, connection: Connection, limit_s: float) -> None:
     used = sum(os.times()[:2])
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + limit_s), resource.RLIM_INFINITY))
-    connection.send(compared_families.compare(family, connection.send))
+    connection.send(compared.compare(family, connection.send))
 
 
 if __name__ == "__main__":

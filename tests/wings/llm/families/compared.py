@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import TaskError
-from scripts.benchmarks.tiny_families import CONTEXT, NotBuiltError, one_line, tiny_model
 from tests.support.small_models import VOCABULARY, folder
+from tests.wings.llm.families.tiny import CONTEXT, NotBuiltError, one_line, tiny_model
 
 EQUAL, REFUSED, DIFFERS, NOT_BUILT = "equal", "refused", "differs", "not built"
 _TIE = 1e-4  # of the spread of a position's logits

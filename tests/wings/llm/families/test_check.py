@@ -10,32 +10,32 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
-from scripts.benchmarks import check_models, compared_families, tiny_families  # noqa: E402
-from scripts.benchmarks.compared_families import DIFFERS, EQUAL, NOT_BUILT, REFUSED, WAYS, compare  # noqa: E402
+from tests.wings.llm.families import check, compared, tiny  # noqa: E402
+from tests.wings.llm.families.compared import DIFFERS, EQUAL, NOT_BUILT, REFUSED, WAYS, compare  # noqa: E402
 
 
 def test_the_families_are_those_of_the_library():
-    found = tiny_families.families()
+    found = tiny.families()
     assert len(found) > 100
     assert found["llama"] == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
 def test_a_tiny_model_is_small_seeded_and_of_all_kinds_of_layers(family):
-    made, again, other = (tiny_families.tiny_model(family, seed) for seed in (0, 0, 1))
+    made, again, other = (tiny.tiny_model(family, seed) for seed in (0, 0, 1))
     assert sum(one.numel() for one in made.parameters()) < 1_000_000
     pairs = list(zip(made.parameters(), again.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(one, same) for one, same, _ in pairs)
     assert not all(torch.equal(one, another) for one, _, another in pairs)
     if family == "gemma3_text":
         assert set(made.config.layer_types) == {"full_attention", "sliding_attention"}
-        assert made.config.sliding_window == tiny_families.WINDOW < min(WAYS["long"].prompts)
+        assert made.config.sliding_window == tiny.WINDOW < min(WAYS["long"].prompts)
     if family == "deepseek_v3":  # keys are as wide as the parts with and without rotation together
         assert made.model.layers[0].self_attn.kv_a_proj_with_mqa.out_features == 32 + 8
 
 
 def test_a_family_without_a_fitting_config_says_why(monkeypatch):
-    monkeypatch.setattr(tiny_families, "_MOST", 10)
+    monkeypatch.setattr(tiny, "_MOST", 10)
     assert compare("llama").status == NOT_BUILT
     assert "parameters" in compare("llama").reason
 
@@ -49,8 +49,8 @@ def test_a_family_is_equal_in_all_ways_refused_or_different(monkeypatch):
     refused = compare("rwkv")
     assert refused.status == REFUSED
     assert "RwkvForCausalLM" in refused.reason
-    plain = compared_families.engine_tokens
-    monkeypatch.setattr(compared_families, "WAYS", {"alone": WAYS["alone"], "long": WAYS["long"]})
+    plain = compared.engine_tokens
+    monkeypatch.setattr(compared, "WAYS", {"alone": WAYS["alone"], "long": WAYS["long"]})
 
     def wrong(models, prompts, way):
         tokens = plain(models, prompts, way)
@@ -58,7 +58,7 @@ def test_a_family_is_equal_in_all_ways_refused_or_different(monkeypatch):
             tokens[0][4] ^= 1
         return tokens
 
-    monkeypatch.setattr(compared_families, "engine_tokens", wrong)
+    monkeypatch.setattr(compared, "engine_tokens", wrong)
     differs = compare("llama")
     assert differs.status == DIFFERS
     assert differs.ways["alone"] == EQUAL
@@ -67,10 +67,10 @@ def test_a_family_is_equal_in_all_ways_refused_or_different(monkeypatch):
 
 def test_results_are_kept_for_the_same_versions_only(tmp_path):
     file, versions = tmp_path / "models.json", {"transformers": "1"}
-    assert check_models.earlier(file, versions) == {}
+    assert check.earlier(file, versions) == {}
     file.write_text(json.dumps({"versions": versions, "families": {"llama": {"status": EQUAL}}}))
-    assert list(check_models.earlier(file, versions)) == ["llama"]
-    assert check_models.earlier(file, {"transformers": "2"}) == {}
+    assert list(check.earlier(file, versions)) == ["llama"]
+    assert check.earlier(file, {"transformers": "2"}) == {}
     file.write_text("[]")
     with pytest.raises(ValueError, match="no versions and families"):
-        check_models.earlier(file, versions)
+        check.earlier(file, versions)
