@@ -5,7 +5,10 @@ Of the folder it reads
 - ``megatron_functional_tests.csv``, as ``configure_gpu_memory`` does: small models on one node, most of whose time is
   that of launching kernels.  Those that ``mainjob.roofline`` has learned a constant from are apart, as *taught*;
 - ``ground_truth_multi.csv``, if it is there: vTrain's trainings over nodes (``data/`` of
-  <https://github.com/VIA-Research/vTrain>).  Nothing is learned from them.
+  <https://github.com/VIA-Research/vTrain>).  Nothing is learned from them;
+- ``b200_release_v1.2_summary.json``, if it is there: SimuMax's trainings on eight B200 (``docs/b200/`` of
+  <https://github.com/MooreThreads/SimuMax>), whose models are in its ``configs/models``.  Of its figures only those of
+  single kernels and collectives are learned from.
 
 Their table says nothing of recomputation; none is assumed.  A *choice* is a model, a batch and a number of GPUs in
 several layouts: is the one that is predicted to be the fastest within 3% of the fastest?
@@ -14,9 +17,12 @@ several layouts: is the one that is predicted to be the fastest within 3% of the
 from __future__ import annotations
 
 import csv
+import json
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -50,6 +56,27 @@ _FLAGS = {
     "--pipeline-model-parallel-size": "pipeline parallelism",
 }
 _ASSUMED = "--vocab-size 51200 --fp16 --transformer-impl local"  # its table does not say
+_B200 = "b200_release_v1.2_summary.json"
+_SEQUENCE = "4096"  # where a name of _B200 has none
+_COMMON = (
+    "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
+    "--hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --cross-entropy-loss-fusion "
+    "--micro-batch-size 1 --group-query-attention "
+)
+_LATENT = (
+    "--num-attention-heads 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-layer-freq ([0]*1+[1]*3) "
+)
+_MODELS = {
+    "llama3-70b": "--hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 --ffn-hidden-size 28672 "
+    "--vocab-size 128256",
+    "llama3-405b": "--hidden-size 16384 --num-attention-heads 128 --num-query-groups 16 --ffn-hidden-size 53248 "
+    "--vocab-size 128256",
+    "deepseekv2": f"{_LATENT}--hidden-size 5120 --ffn-hidden-size 12288 --moe-ffn-hidden-size 1536 --num-experts 160 "
+    "--moe-router-topk 6 --moe-shared-expert-intermediate-size 3072 --vocab-size 102400",
+    "deepseekv3": f"{_LATENT}--hidden-size 7168 --ffn-hidden-size 18432 --moe-ffn-hidden-size 2048 --num-experts 256 "
+    "--moe-router-topk 8 --moe-shared-expert-intermediate-size 2048 --vocab-size 129280",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +137,27 @@ def _over_nodes(line: dict[str, str]) -> Timed:
     return Timed(training, its, "a100-80gb", "dgx-a100", choice, float(line["iteration time (ms)"]) / 1e3)
 
 
+def read_b200(folder: Path) -> dict[str, list[Timed]]:
+    """Read SimuMax's trainings, by kind of model and attention; none if the file is not there."""
+    path = folder / _B200
+    kinds: dict[str, list[Timed]] = defaultdict(list)
+    for line in json.loads(read_text(path, "SimuMax's figures"))["rows"] if path.exists() else []:
+        its = dict(re.findall("(tp|ep|pp|cp|seq)([0-9]+)", line["case"]))
+        degrees = [int(its.get(name, "1")) for name in ("tp", "pp", "cp")]
+        flags = f"{_COMMON}{next(text for name, text in _MODELS.items() if line['model'].startswith(name))}"
+        flags += f" --num-layers {line['layer_num']} --seq-length {its.get('seq', _SEQUENCE)}"
+        flags += f" --global-batch-size {_NODE // prod(degrees) * line['mbc']}"
+        flags += " --tensor-model-parallel-size {} --pipeline-model-parallel-size {} --context-parallel-size {}".format(
+            *degrees
+        )
+        flags += " --sequence-parallel" * (degrees[0] > 1) + f" --expert-model-parallel-size {its.get('ep', 1)}"
+        training = read_flags(flags.split(), ends=True)
+        kind = "experts" if "deepseek" in line["model"] else "dense" if degrees[2] == 1 else "context"
+        parallel = laid_out(flags.split(), _NODE)[1]
+        kinds[f"b200_{kind}"].append(Timed(training, parallel, "b200", "dgx-b200", line["case"], line["real_ms"] / 1e3))
+    return kinds
+
+
 def _lines(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(read_text(path, "a table of measured trainings").lstrip("\ufeff").splitlines()))
 
@@ -118,7 +166,7 @@ def measure_gpu_time(folder: Path) -> dict[str, Any]:
     """The figures, of each of the files that are there."""
     small, refused = read_small(folder)
     kinds = {name: [r for r in small if r.taught == its] for name, its in (("small", False), ("small_taught", True))}
-    kinds["over_nodes"] = read_over_nodes(folder)
+    kinds |= {"over_nodes": read_over_nodes(folder)} | read_b200(folder)
     return {name: _figures(rows) for name, rows in kinds.items() if rows} | {"not_expressible": refused}
 
 

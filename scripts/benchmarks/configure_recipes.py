@@ -175,7 +175,7 @@ class Found:
     first: Proposal
 
 
-def find(one: Published, top: int = 40) -> Found:
+def find(one: Published, top: int = 12) -> Found:
     """Search for the published training's layout.
 
     Raises:

@@ -28,12 +28,13 @@ from megatron.fill.wings.configure.room import least_bytes, least_known, margins
 from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.configure.value import fill_kinds, valued
-from megatron.fill.wings.mainjob.analytic import stage_cost
+from megatron.fill.wings.mainjob.analytic import boundary_bytes, stage_cost
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
+from megatron.fill.wings.mainjob.kernels import Kernels, Overlaps
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
-from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES
+from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, Part
 from megatron.fill.wings.sim.mainjob import MainJob
 from tests.support.configuring import event_times, random_iteration, random_links
 
@@ -133,6 +134,31 @@ def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():
 
 
 # Latency
+
+
+def test_what_flags_let_overlap_is_hidden_but_for_a_part():
+    """By hand: half of what two tensor-parallel ranks exchange in two pieces, and all but a bucket of gradients."""
+    large = replace(SMALL, hidden=8192, heads=64, sequence=2048)
+    model = replace(large, kernels=Kernels(overlaps=Overlaps(tensor=True, gradients=True, weights=True)))
+    its = Parallel(tp=2, dp=2, pp=1, microbatch=1, global_batch=8, sequence_parallel=True, distributed_optimizer=True)
+    there = Links.uniform(NETWORKS["dgx-a100"], 1)
+    layout = lay_out(there, its, range(4))
+    hidden, plain = (iteration(each, A100, 0.45, its, layout) for each in (model, large))
+    all_reduced_ns = 1e9 * 2 * all_reduce_s(layout.stages[0].tensor, 2, boundary_bytes(large, its)) * large.layers
+    shorter = plain.costs.stages[0].forward_ns - hidden.costs.stages[0].forward_ns
+    assert shorter == pytest.approx(all_reduced_ns / 2)
+    assert hidden.reduce_ns[0] < plain.reduce_ns[0]
+    assert hidden.costs.optimizer_ns[0] < plain.costs.optimizer_ns[0]
+
+
+def test_context_parallel_ranks_pass_keys_round_while_they_attend():
+    its = Parallel(tp=1, cp=2, pp=1, microbatch=1, global_batch=1)
+    routes = lay_out(Links.uniform(NETWORKS["dgx-a100"], 1), its, range(2)).stages[0]
+    parts = {"core_attn": Part(1.0, 1.0)}
+    assert latency._exchange_s(SMALL, its, routes, parts) == (0, 0)
+    keys_s = latency._exchange_s(SMALL, its, routes, None)[0]
+    parts = {"core_attn": Part(keys_s, keys_s)}
+    assert latency._exchange_s(SMALL, its, routes, parts) == pytest.approx((keys_s / 2, 3 * keys_s / 2))
 
 
 @pytest.mark.parametrize("seed", range(150))

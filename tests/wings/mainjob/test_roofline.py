@@ -80,6 +80,8 @@ def test_the_last_stage_has_the_output_layer_and_parallelism_divides_it():
     halved = cost(its=replace(ITS, tp=2, sequence_parallel=True), is_last=True)
     assert 0.49 < halved.forward_ns / last.forward_ns < 0.55
     experts = replace(LARGE, experts=8, experts_per_token=2)
-    assert layer_parts(experts, A100, replace(ITS, dp=2, ep=2, global_batch=4), 0.5)["moe"].forward_s == pytest.approx(
-        2 * layer_parts(LARGE, A100, ITS, 0.5)["mlp"].forward_s, rel=1e-2
-    )
+    alone = layer_parts(experts, A100, replace(ITS, dp=8, ep=8, global_batch=16), 0.5)["moe"].forward_s
+    grouped = layer_parts(experts, A100, replace(ITS, dp=2, ep=2, global_batch=4), 0.5)["moe"].forward_s
+    dense = layer_parts(LARGE, A100, ITS, 0.5)["mlp"].forward_s
+    assert 2 * dense < alone < 2.2 * dense  # tokens are put in order beside it
+    assert 1.4 * alone < grouped < 1.7 * alone

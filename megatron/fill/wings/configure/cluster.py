@@ -17,6 +17,10 @@ from megatron.fill.wings.configure.network import Network
 from megatron.fill.wings.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 
+# Of a data sheet's bandwidth between a node's GPUs; SimuMax measured 0.67 to 0.74 for collectives of eight B200
+# (configs/system/b200_bf16_ceperm.json).
+_REACHED = 0.7
+
 
 class Cluster(BaseModel):
     """Nodes that are all alike.
@@ -67,7 +71,7 @@ class Cluster(BaseModel):
             ConfigError: that file cannot be used, or is of another cluster.
         """
         if self.network is not None:
-            fields = (self.network.name, self.network.intra_node_bytes_s, self.network.inter_node_bytes_s)
+            fields = (self.network.name, _REACHED * self.network.intra_node_bytes_s, self.network.inter_node_bytes_s)
             return Links.uniform(NodeNetwork(*fields, self.gpus_per_node, self.network.latency_s), self.nodes)
         assert self.measured is not None
         path = folder / self.measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.fill.wings.mainjob.kernels import Kernels
+from megatron.fill.wings.mainjob.kernels import Kernels, Overlaps
 from megatron.fill.wings.mainjob.model import ModelSpec
 
 _MOST_HEAD = 256  # channels of a head that flash attention takes
@@ -64,6 +64,12 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         fp8_weights="--fp8-param-gather" in flags,
         fp8=engine and _value(flags, "--fp8-format") is not None,
         undecided=flash and deterministic and backend == "auto",
+        overlaps=Overlaps(
+            tensor=engine and "--tp-comm-overlap" in flags,
+            gradients="--overlap-grad-reduce" in flags,
+            weights="--overlap-param-gather" in flags,
+            experts="--overlap-moe-expert-parallel-comm" in flags,
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -26,8 +26,10 @@ from megatron.fill.wings.mainjob.memory import expert_parameters, stage_paramete
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
-from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, stage_cost
+from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, Part, layer_parts, stage_cost
 
+# Parameters of a bucket: Megatron-core 0.19, ``DistributedDataParallel``.
+_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
 
 
@@ -54,16 +56,17 @@ def iteration(
 ) -> Iteration:
     """The times of a configuration on the links of a layout.
 
-    A pass takes its operations, as ``roofline`` has them; what a stage's ranks exchange comes on top, and nothing of
-    it is hidden.  Each stage is as fast as its slowest group.  With ``passes``, passes and optimizer take what was
-    measured, tensor parallelism included.
+    A pass takes its operations, as ``roofline`` has them; what a stage's ranks exchange comes on top, but for what is
+    hidden (``_exchange_s``).  Each stage is as fast as its slowest group.  With ``passes``, passes and optimizer take
+    what was measured, tensor parallelism included.
     """
     layers, dense = its.layers(model), its.dense_layers(model)
     steps: dict[object, tuple[float, float]] = {}
     reduces, optimizers = [], []
     # by identity: hashing routes for each layer takes longer than all the rest
     distinct = {id(routes): routes for routes in layout.stages}
-    exchange_of = {number: _exchange_s(model, its, routes, passes is None) for number, routes in distinct.items()}
+    parts = layer_parts(model, gpu, its, efficiency) if passes is None else None
+    exchange_of = {number: _exchange_s(model, its, routes, parts) for number, routes in distinct.items()}
     exchanges = [exchange_of[id(routes)] for routes in layout.stages]
     stages = stage_times(model, gpu, efficiency, its, exchanges, passes)
     embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
@@ -75,7 +78,10 @@ def iteration(
         counts = tuple((layers[virtual], dense[virtual]) for virtual in held)
         alike = (sum(every for every, _ in counts), sum(bare for _, bare in counts), id(routes)) if inner else stage
         if alike not in steps:
-            steps[alike] = _reduce_and_step_s(model, parameter_s, its, stage, routes)
+            forward_s, backward_s = (
+                sum(getattr(stages[virtual], name) for virtual in held) / 1e9 for name in ("forward_ns", "backward_ns")
+            )
+            steps[alike] = _reduce_and_step_s(model, parameter_s, its, stage, routes, (forward_s, backward_s))
         reduce_s, step_s = steps[alike]
         reduces.append(_ns(reduce_s + (0.0 if inner else embedding_s)))
         optimizers.append(_ns(fixed_s + step_s))
@@ -152,47 +158,83 @@ def _parameter_groups(model: ModelSpec, its: Parallel, stage: int) -> tuple[tupl
     return (dense, its.replicas), (experts, round(its.expert_replicas))
 
 
-def _exchange_s(model: ModelSpec, its: Parallel, routes: StageRoutes, tensor: bool) -> tuple[float, float]:
-    """Seconds of exchange in the forward and in the backward pass of one layer.
+def _exposed_s(exchange_s: float, beside_s: float, share: float) -> float:
+    """Seconds of an exchange that are not hidden by computing beside it; a share of it never is."""
+    return max(exchange_s * share, exchange_s - beside_s)
 
-    Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); context
-    parallelism passes keys and values round, and in the backward pass their gradients too; experts are sent their
-    tokens, and send them back.
+
+def _exchange_s(
+    model: ModelSpec, its: Parallel, routes: StageRoutes, parts: Mapping[str, Part] | None
+) -> tuple[float, float]:
+    """Seconds of exchange in the forward and in the backward pass of one layer that are not hidden.
+
+    Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); in
+    pieces, all but the first of them may be hidden by products.  Context parallelism passes keys and values round, and
+    in the backward pass their gradients too, while it computes the attention to those before.  Experts are sent their
+    tokens, and send them back; with a second microbatch under way, which takes virtual stages, its passes hide it.
 
     Args:
-        tensor: True to count tensor parallelism.
+        parts: the layer's; None to count no tensor parallelism and hide nothing, as its passes are measured.
     """
-    size = boundary_bytes(model, its)
-    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, size) if tensor else 0.0
+    size, overlaps = boundary_bytes(model, its), model.kernels.overlaps
     keys_s = 0.0
     if its.cp > 1:
         keys = size * model.keys_width / model.hidden / its.tp
         keys_s = routes.context.time_s(keys * (its.cp - 1), its.cp - 1)
     share = size / its.tp * model.experts_per_token / its.ep  # with experts, sequence parallelism is on
     experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
-    return reduce_s + keys_s + experts_s, reduce_s + 2 * keys_s + experts_s
+    if parts is None:
+        return keys_s + experts_s, 2 * keys_s + experts_s
+    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, size)
+    found = []
+    for ring_s, name in ((keys_s, "forward_s"), (2 * keys_s, "backward_s")):
+        attention_s = getattr(parts["core_attn"], name)
+        products_s = sum(getattr(part, name) for key, part in parts.items() if key != "moe_act") - attention_s
+        tensor_s = _exposed_s(reduce_s, products_s, 1 / its.tp) if overlaps.tensor else reduce_s
+        context_s = _exposed_s(ring_s, attention_s * (its.cp - 1) / its.cp, 0.0)
+        hidden = overlaps.experts and (its.pp == 1 or its.chunks > 1)
+        sent_s = _exposed_s(experts_s, products_s + attention_s, 1 / its.microbatches) if hidden else experts_s
+        found.append(tensor_s + context_s + sent_s)
+    return found[0], found[1]
 
 
 def _reduce_and_step_s(
-    model: ModelSpec, parameter_s: float, its: Parallel, stage: int, routes: StageRoutes
+    model: ModelSpec,
+    parameter_s: float,
+    its: Parallel,
+    stage: int,
+    routes: StageRoutes,
+    passes_s: tuple[float, float],
 ) -> tuple[float, float]:
     """Gradients over the replicas, and the optimizer; the distributed one scatters, does its part, and gathers.
 
+    What is exchanged in buckets may be hidden, all but one bucket, by the last microbatch's backward passes, or the
+    first one's forward passes.
+
     Args:
         parameter_s: seconds of the optimizer for a parameter.
+        passes_s: seconds of a microbatch's forward and backward passes on all the rank's virtual stages.
     """
     groups = _parameter_groups(model, its, stage)
-    reduce_s = step_s = 0.0
+    overlaps = model.kernels.overlaps
+    reduce_s = step_s = gather_s = 0.0
     for (parameters, ranks), route in zip(groups, (routes.replicas, routes.expert_replicas), strict=True):
         gradients_s = all_reduce_s(route, ranks, parameters * its.precision.gradient_bytes)
         own_s = parameters * parameter_s
         if its.distributed_optimizer:
             reduce_s += gradients_s / 2
-            step_s += own_s / ranks + all_reduce_s(route, ranks, parameters * its.precision.weight_bytes) / 2
+            step_s += own_s / ranks
+            gather_s += all_reduce_s(route, ranks, parameters * its.precision.weight_bytes) / 2
         else:
             reduce_s += gradients_s
             step_s += own_s
-    return reduce_s, step_s
+    bucket = max(_BUCKET, _BUCKET_PER_RANK * its.replicas)
+    share = min(1.0, bucket / max(1.0, sum(parameters for parameters, _ in groups)))
+    if overlaps.gradients:
+        reduce_s = _exposed_s(reduce_s, passes_s[1], share)
+    if overlaps.weights:
+        gather_s = _exposed_s(gather_s, passes_s[0], share)
+    return reduce_s, step_s + gather_s
 
 
 def bound_ns(its: Iteration) -> int:

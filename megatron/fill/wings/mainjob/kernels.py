@@ -15,6 +15,23 @@ _THREADS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overlaps:
+    """The exchanges that are under way while something else is computed.
+
+    Attributes:
+        tensor: those between tensor-parallel ranks, in pieces, with the products beside them.
+        gradients: the reduction of a bucket of gradients, with the backward pass of layers before it.
+        weights: the gathering of a bucket of weights, with the forward pass of layers before it.
+        experts: the exchange of one microbatch's tokens, with another's computation.
+    """
+
+    tensor: bool = False
+    gradients: bool = False
+    weights: bool = False
+    experts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """The kernels of a training; the defaults are Megatron's local layers.
 
@@ -33,6 +50,7 @@ class Kernels:
         fp8_weights: True if weights are 8-bit numbers themselves, twice, with no others.
         undecided: True if Transformer Engine may take unfused attention instead, as its flash kernels are not all
             deterministic.
+        overlaps: the exchanges that do not stop the kernels.
     """
 
     transformer_engine: bool = False
@@ -46,6 +64,7 @@ class Kernels:
     fp8: bool = False
     fp8_weights: bool = False
     undecided: bool = False
+    overlaps: Overlaps = Overlaps()
 
     def workspace_bytes(self, capability: int) -> int:
         """Return the bytes of the workspaces of matrix products.
