@@ -17,6 +17,7 @@ _PROBE = 4  # number of iterations in a row without filling; compared with as ma
 _PERIODS = (16, 32, 64, 128)  # iterations from one probe to the next: each a multiple of the one before
 _CALM_PAIRS = 4  # number of pairs after which the probes become rarer
 _FORGIVING_PAIRS = 16  # number of pairs in a row without braking after which one strike is removed
+_CLEARED = -2.0  # standard deviations to the limit, over all pairs, below which they become rarer at once
 _DISTRUSTED = 1.5  # standard deviations above the limit, over all pairs, from which probes become frequent again
 _SURPRISING = 3.0  # the same, for the latest pair
 _COOL_DOWN = 64  # iterations without filling after braking; doubles with every strike
@@ -145,7 +146,7 @@ class Brake:
         self._calm = self._calm + 1 if suspicion < 0 else 0
         if suspicion > _DISTRUSTED or self._evidence.surprise(sigma) > _SURPRISING:
             self._level = 0
-        elif self._calm >= _CALM_PAIRS:
+        elif self._calm >= _CALM_PAIRS or suspicion < _CLEARED:
             self._calm, self._level = 0, min(self._level + 1, len(_PERIODS) - 1)
         self._good += 1
         if self._good >= _FORGIVING_PAIRS and self._strikes:
