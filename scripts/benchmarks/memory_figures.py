@@ -27,8 +27,8 @@ from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.memory import activation_bytes, stage_memory
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
-from scripts.benchmarks.memory_truth import Asked, Truth, truths
 from tests.support.memory_cases import CASES, Case, asked, random_case, stages
+from tests.support.memory_truth import Asked, Truth, truths
 
 LARGER = 32  # GPUs: from there on a training is for the test alone
 MODELS = (

@@ -19,12 +19,12 @@ from megatron.fill.wings.configure.room import memory
 from megatron.fill.wings.mainjob.held import micro_batch
 from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
-from scripts.benchmarks import memory_truth
-from scripts.benchmarks.memory_tracker import StorageTracker
-from scripts.benchmarks.memory_truth import Asked, truths
 from tests.e2e import training
 from tests.e2e.launch import FRESH, WARM
+from tests.support import memory_truth
 from tests.support.memory_cases import asked
+from tests.support.memory_tracker import StorageTracker
+from tests.support.memory_truth import Asked, truths
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.fill.wings.configure.flags import layout_flags
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
-from scripts.benchmarks.memory_truth import Asked
+from tests.support.memory_truth import Asked
 
 Case = tuple[ModelSpec, Parallel]
 

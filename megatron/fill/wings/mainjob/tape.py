@@ -3,7 +3,7 @@
 In a forward pass each operation appends the activations that it keeps to a tape; the backward pass removes them again,
 last first.  So memory peaks near the beginning of a backward pass: the tape up to an operation, and the gradients that
 exist at that moment.  ``layer_tape`` lists both for Megatron's local layers (without Transformer Engine);
-scripts/benchmarks/memory_truth.py measures the same by running them.
+tests/support/memory_truth.py measures the same by running them.
 
 The kept bytes add up to Korthikanti et al. 2022 (arXiv 2205.05198), Table 2; in addition, the keys and values of
 grouped-query attention are repeated for each head, and the gradients of each operation are counted.

@@ -8,7 +8,7 @@ What stays out: what the allocator wastes, kernels' workspaces, NCCL's buffers, 
 step, whose temporaries depend on which Adam is installed.  Functions that Megatron compiles on a GPU count with what
 they return and keep.  Experts get as many tokens each.
 
-    python scripts/benchmarks/memory_truth.py --gpus 8 --rank 0 --detailed -- MEGATRON'S FLAGS
+    python tests/support/memory_truth.py --gpus 8 --rank 0 --detailed -- MEGATRON'S FLAGS
 
 prints what is held at the peak.  ``truths`` asks for many ranks, each in a process of its own.
 """
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scripts.benchmarks.memory_tracker import StorageTracker
+    from tests.support.memory_tracker import StorageTracker
 
 PYTHON = [sys.executable]
 # Nothing is run again, or the tracker would count the batches that are kept for it, which real runs have on the host.
@@ -84,7 +84,7 @@ class _Prepared:
         from megatron.training import training
 
         import pretrain_gpt
-        from scripts.benchmarks.memory_tracker import stand_in
+        from tests.support.memory_tracker import stand_in
 
         self.script: Any = pretrain_gpt
         self.training: Any = training
@@ -130,7 +130,7 @@ def _iterate(prepared: _Prepared, asked: Asked, detailed: bool) -> tuple[Truth, 
     from megatron.training.initialize import initialize_megatron
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from scripts.benchmarks.memory_tracker import StorageTracker, routed
+    from tests.support.memory_tracker import StorageTracker, routed
 
     its = parse_and_validate_args(args_defaults={})
     container = pretrain_cfg_container_from_args(its, gpt_config_from_args(its))
