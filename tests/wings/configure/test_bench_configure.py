@@ -74,6 +74,13 @@ def test_the_interval_goes_up_to_unfused_attention_where_flags_leave_it_open(tmp
     assert open_.upper_bytes > open_.predicted_bytes
 
 
+def test_a_former_container_has_no_deterministic_flash_attention(tmp_path):
+    flags = json.dumps(GPT | {"--deterministic-mode": "true"})
+    peaks(tmp_path, [("gpt/a", name, 1, flags) for name in ("lts_dgxa100_dracooci-ord", "lts_dgx_a100")])
+    former, current = read_rows(tmp_path)
+    assert former.predicted_bytes == former.upper_bytes == current.upper_bytes > current.predicted_bytes
+
+
 def test_a_table_without_peaks_is_refused(tmp_path):
     (tmp_path / "megatron_functional_tests.csv").write_text("recipe,flags\na,{}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="expected columns recipe, platform, flags and mem_max"):

@@ -163,8 +163,23 @@ def test_the_loss_and_deferred_gradients_are_on_the_last_stage():
 def test_workspaces_follow_the_generation():
     mib = 1 << 20
     engine = Kernels(transformer_engine=True)
-    assert [engine.workspace_bytes(major) / mib for major in (8, 9, 10)] == [20.25, 96, 48.25]
+    assert [engine.workspace_bytes(major) / mib for major in (8, 9, 10)] == [20.25, 96, 96]
     assert Kernels(deterministic=True).workspace_bytes(8) == 64 * mib
+    assert [Kernels().workspace_bytes(major, routed=True) / mib for major in (8, 9)] == [20.25, 96]
+
+
+def test_products_that_add_gradients_up_keep_a_stand_in_for_each_shape_of_weights():
+    its = Parallel(pp=2, tp=2, global_batch=4)
+    flags = ["--bf16", "--no-gradient-accumulation-fusion"]
+    summed, made = (memory(detailed(GPT, flags[:count]), its) for count in (1, 2))
+    layer, output = 2 * GPT.matrix_parameters // its.tp, 2 * GPT.embedding_parameters // its.tp
+    assert summed[1].total_bytes - made[1].total_bytes == layer + output  # the loss is larger than that gradient
+    assert 0 < summed[0].total_bytes - made[0].total_bytes < layer  # less what a layer's pass does not make
+    experts = replace(GPT, experts=4, experts_per_token=2, swiglu=True, dense_layers=2)
+    one = experts.attention_parameters + experts.mlp_parameters
+    several = Parallel(pp=4, global_batch=8)
+    kept = [memory(detailed(experts, flags[:count]), several)[2].total_bytes for count in (1, 2)]
+    assert 0 < kept[0] - kept[1] <= 2 * one  # one expert's, whose gradient is not made
 
 
 def test_experts_of_fewer_tensor_ranks_are_larger_and_have_fewer_replicas():

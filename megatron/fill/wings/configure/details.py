@@ -59,6 +59,7 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         turned=flash and backend != "fused" and model.latent is None,  # its heads are of two widths: cuDNN's
         masked="--no-create-attention-mask-in-dataloader" not in flags,
         fused_loss=fused_loss,
+        accumulated=engine and "--no-gradient-accumulation-fusion" not in flags,
         deferred=deferred,
         deterministic=deterministic,
         fp8_weights="--fp8-param-gather" in flags,

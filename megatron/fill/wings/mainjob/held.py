@@ -112,7 +112,7 @@ def _micro_batch(
         outer_bare=_layer(model.bare, its, 0.0),
         later=_later(model, its, size, output, output_peak),
         predicted=model.predicted,
-        tied=_embedding_bytes(model, its) if model.tied_embeddings else 0.0,
+        tied=_output_gradient_bytes(model, its) if model.tied_embeddings else 0.0,
         tokens=its.microbatch * (mask + _TOKEN_BYTES * model.sequence),
         embedding=size.mask if there else 0.0,
         embedding_work=work if there else 0.0,
@@ -200,7 +200,7 @@ def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]
     number = its.precision.weight_bytes
     logits = model.sequence / its.cp * its.microbatch * model.vocabulary / its.tp
     copied = number * logits if number < 4 else 0.0
-    product = (copied or 4 * logits) + size.whole + _embedding_bytes(model, its)
+    product = (copied or 4 * logits) + size.whole + _output_gradient_bytes(model, its)
     inputs = (5 if model.word_head else 2) * size.residual
     kept = inputs + 4 * logits
     replaced = 4 * logits if model.kernels.fused_loss else 0.0  # the loss's gradient, beside the logits
@@ -210,6 +210,11 @@ def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]
 def _embedding_bytes(model: ModelSpec, its: Parallel) -> float:
     """Return the bytes of a gradient of the embedding's weights, in the weights' precision."""
     return model.embedding_parameters / its.tp * its.precision.weight_bytes
+
+
+def _output_gradient_bytes(model: ModelSpec, its: Parallel) -> float:
+    """Return the bytes of a gradient of the output layer's weights, which is not made if products add it up."""
+    return 0.0 if model.kernels.accumulated else _embedding_bytes(model, its)
 
 
 def _positions_bytes(model: ModelSpec, its: Parallel) -> float:
@@ -241,7 +246,7 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
     # activations.
     step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
-    peak += _deferred_bytes(model, its, rank)
+    peak += _deferred_bytes(model, its, rank) + _stand_in_bytes(model, its, rank)
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
@@ -261,3 +266,21 @@ def _deferred_bytes(model: ModelSpec, its: Parallel, rank: int) -> float:
     count = its.microbatches if most is None else min(most, its.microbatches)
     rows = model.sequence / its.cp * its.microbatch
     return count * rows * (model.hidden + model.vocabulary / its.tp) * its.precision.weight_bytes
+
+
+def _stand_in_bytes(model: ModelSpec, its: Parallel, rank: int) -> float:
+    """Return the bytes of what stands for gradients that products add up: a tensor for each shape of weights, for good.
+
+    Experts have one shape; layers without experts may have another.
+    """
+    if not model.kernels.accumulated:
+        return 0.0
+    held = set(its.held(rank))
+    last = its.pp * its.chunks - 1 in held
+    dense = sum(count for virtual, count in enumerate(its.dense_layers(model)) if virtual in held)
+    whole = model.attention_parameters + model.shared_parameters
+    whole += model.bare.mlp_parameters if dense or not model.experts else 0
+    whole += model.embedding_parameters if last else 0
+    whole += model.joined_parameters if last and model.predicted else 0
+    experts = model.mlp_parameters / its.expert_width if model.experts else 0.0
+    return (whole / its.tp + experts) * its.precision.weight_bytes

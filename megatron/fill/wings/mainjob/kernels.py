@@ -2,7 +2,7 @@
 
 Sources: Dao et al. 2022 (arXiv 2205.14135), section 3, for what flash attention keeps; Transformer Engine's
 ``attention/dot_product_attention`` for the choice of a backend; Megatron's ``tensor_parallel/layers.py`` for the
-deferred gradient, and PyTorch's ``CUDABlas`` and Transformer Engine's ``module/base.py`` for workspaces.
+deferred gradient, and PyTorch's ``CublasHandlePool`` and Transformer Engine's ``module/base.py`` for workspaces.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Kernels:
             does for more than one sample.
         masked: True if the data loader makes a causal mask for each microbatch.
         fused_loss: True for Megatron's fused cross entropy, whose gradient is not in place of the logits.
+        accumulated: True if a product adds the gradient of its weights to the buffer itself.  Then none is made, but
+            autograd wants one: Transformer Engine's ``get_dummy_wgrad`` keeps a tensor for each shape of weights.
         deferred: microbatches whose gradient of the output layer's weights waits for the end; None for all of them.
         deterministic: True if cuBLAS has the large workspace that determinism takes.
         fp8: True if matrix products take 8-bit numbers: Transformer Engine keeps their inputs as such, and copies of
@@ -59,6 +61,7 @@ class Kernels:
     turned: bool = False
     masked: bool = True
     fused_loss: bool = False
+    accumulated: bool = False
     deferred: int | None = 0
     deterministic: bool = False
     fp8: bool = False
@@ -66,14 +69,16 @@ class Kernels:
     undecided: bool = False
     overlaps: Overlaps = Overlaps()
 
-    def workspace_bytes(self, capability: int) -> int:
+    def workspace_bytes(self, capability: int, routed: bool = False) -> int:
         """Return the bytes of the workspaces of matrix products.
 
         Args:
             capability: the GPUs' major compute capability; 9 is Hopper.
+            routed: True for a model with experts, whose router's product is Transformer Engine's with local layers too
+                (Megatron-core 0.19, ``transformer/moe/moe_utils.py``, ``RouterGatingLinearFunction``).
         """
-        torch = 32 * _MIB if capability == 9 or self.deterministic else 8 * _MIB + 128 * 1024
-        own = (32 if capability >= 9 else 4) * _MIB if self.transformer_engine else 0
+        torch = 32 * _MIB if capability >= 9 or self.deterministic else 8 * _MIB + 128 * 1024
+        own = (32 if capability >= 9 else 4) * _MIB if self.transformer_engine or routed else 0
         return _THREADS * torch + own
 
 

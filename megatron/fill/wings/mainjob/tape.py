@@ -108,7 +108,7 @@ def layer_tape(model: ModelSpec, its: Parallel, mask_bytes: float = 0.0) -> list
 
 
 def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> list[Step]:
-    width = its.precision.weight_bytes * model.hidden / its.tp
+    width = _gradient_bytes(model, its) * model.hidden / its.tp
     gradient = size.residual  # gradient of the residual stream, which exists all the time
     given, core = _core(model, its, size, mask_bytes)
     if its.computes_again("core_attn"):
@@ -133,6 +133,11 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
         *_again_of_mlp(model, its, size),
         Step("dropout", size.mask, 2 * gradient),
     ]
+
+
+def _gradient_bytes(model: ModelSpec, its: Parallel) -> int:
+    """Return the bytes of a number of a weights' gradient that a backward pass makes before it is added up."""
+    return 0 if model.kernels.accumulated else its.precision.weight_bytes
 
 
 def _without_norm(step: Step, output_bytes: float) -> Step:
@@ -171,14 +176,14 @@ def _latent(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     ``transformer/multi_latent_attention.py``).
     """
     assert model.latent is not None
-    number, latent = its.precision.weight_bytes, model.latent
+    latent = model.latent
     keys_only = size.keys_latent * latent.keys / (latent.keys + latent.rotated)
     latents = size.queries_latent + size.keys_latent
-    down = Step(
-        "down", size.input * size.residual + latents, 2 * latents + size.residual + number * model.down_parameters
-    )
+    made = _gradient_bytes(model, its)
+    work = 2 * latents + size.residual + made * model.down_parameters
+    down = Step("down", size.input * size.residual + latents, work)
     up = size.input * (size.queries_latent + keys_only)
-    weights = number * max(latent.query or model.hidden, latent.keys) * model.query_width / its.tp
+    weights = made * max(latent.query or model.hidden, latent.keys) * model.query_width / its.tp
     return [down, Step("up", up, size.query + size.keys + latents + weights)]
 
 
@@ -229,7 +234,7 @@ def _again_of_mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
 
 def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     """Return the operations of the MLP, or of the experts, one after the other, with equal numbers of tokens."""
-    weights = model.hidden * model.ffn / its.tp * its.precision.weight_bytes
+    weights = model.hidden * model.ffn / its.tp * _gradient_bytes(model, its)
     gates = 2 if model.swiglu else 1
     gradient = size.residual
     norm = Step("norm", size.residual, gradient + 2 * size.residual)
@@ -275,7 +280,7 @@ def _shared(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     if not model.shared_width:
         return []
     ffn, gates = size.ffn * model.shared_width / model.ffn, 2 if model.swiglu else 1
-    weights = model.hidden * model.shared_width / its.tp * its.precision.weight_bytes
+    weights = model.hidden * model.shared_width / its.tp * _gradient_bytes(model, its)
     gradient = 2 * size.residual
     steps = [
         Step("shared into", size.residual, gradient + gates * ffn + size.whole + gates * weights),
