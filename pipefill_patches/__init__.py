@@ -16,8 +16,6 @@ from pipefill_patches import (
     bridge,
     cpu_backend,
     free_waits,
-    ghost_flags,
-    ghost_stages,
     host_p2p,
     multimodule,
     offload,
@@ -29,13 +27,12 @@ from pipefill_patches import (
 from pipefill_patches.patch import Patch
 
 # In the order in which they are applied: the CPU backend before any code looks for a device, and the patches that stage
-# the pipeline's transfers, or play the other stages, before those that watch them.
+# the pipeline's transfers before those that watch them.
 PATCHES: dict[str, Patch] = {
     patch.name: patch
     for patch in (
         cpu_backend.PATCH,
         wheel.PATCH,
-        ghost_stages.PATCH,
         arguments.PATCH,
         training_loop.PATCH,
         schedules.PATCH,
@@ -50,12 +47,23 @@ PATCHES: dict[str, Patch] = {
 }
 
 
+_ADDED: list[str] = []
+
+
+def add(patch: Patch, before: str) -> None:
+    """Add a patch that only one program needs; it is applied by default, and before the patch ``before``."""
+    later = list(PATCHES)[list(PATCHES).index(before) :]
+    PATCHES[patch.name] = patch
+    for name in later:
+        PATCHES[name] = PATCHES.pop(name)
+    _ADDED.append(patch.name)
+
+
 def defaults(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the patches that a run with this command line needs.
 
     The CPU backend is included if requested (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or without a CUDA
-    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``ghost_stages`` in ``python -m
-    pipefill_patches.ghosts``, and ``free_waits`` on ``--fill-free-waits``.
+    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, and ``free_waits`` on ``--fill-free-waits``.
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
@@ -63,9 +71,7 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
         names = ("host_p2p", *names)
     if "--fill-free-waits" in argv:
         names = ("free_waits", *names)
-    if ghost_flags.requested is not None:
-        names = ("ghost_stages", *names)
-    return ("cpu_backend" if on_cpu else "wheel", *names)
+    return ("cpu_backend" if on_cpu else "wheel", *_ADDED, *names)
 
 
 def apply(names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import pipefill_patches
+from pipefill_patches import ghost_stages
 from pipefill_patches.patch import Target
 from pipefill_patches.versions import TESTED
 from tests.patches.fresh import python
@@ -251,9 +252,31 @@ def test_a_patch_that_fails_half_way_takes_its_changes_back():
     """)
 
 
-@pytest.mark.parametrize("name", pipefill_patches.PATCHES)
-def test_upstream_has_the_signatures_that_the_patches_rely_on(name):
-    pipefill_patches.PATCHES[name].check()
+@pytest.mark.parametrize(
+    "patch", [*pipefill_patches.PATCHES.values(), ghost_stages.PATCH], ids=lambda patch: patch.name
+)
+def test_upstream_has_the_signatures_that_the_patches_rely_on(patch):
+    patch.check()
+
+
+def test_a_patch_that_is_added_comes_before_the_one_that_it_names():
+    run("""
+    import pipefill_patches
+    from pipefill_patches import ghost_stages
+    before = list(pipefill_patches.PATCHES)
+    pipefill_patches.add(ghost_stages.PATCH, before="arguments")
+    at = before.index("arguments")
+    assert list(pipefill_patches.PATCHES) == [*before[:at], "ghost_stages", *before[at:]]
+    assert pipefill_patches.defaults(["--fill-cpu-backend"])[:2] == ("cpu_backend", "ghost_stages")
+    """)
+
+
+def test_a_training_imports_nothing_of_ghosts():
+    run("""
+    import sys
+    import megatron.fill.app.launch
+    assert not [name for name in sys.modules if "ghost" in name or name.startswith("megatron.fill.pipeline")]
+    """)
 
 
 @pytest.mark.parametrize(
