@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron.fill.status import JobState, Status
 from megatron.fill.store.port import DeviceEntry, Job, Progress
-from megatron.fill.store.queue import JobQueue
+from megatron.fill.store.queue import JobStore
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.work import NewJob
 
 
-class MemoryStore(JobQueue):
+class MemoryStore(JobStore):
     """A job store that exists as long as this object, for the threads of one process.
 
     Args:

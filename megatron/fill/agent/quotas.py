@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store.port import Job, JobStore
+from megatron.fill.store.port import Job
+from megatron.fill.store.queue import JobStore
 from megatron.fill.types import Quota
 
 _HOUR_S, _DAY_S = 3600.0, 86400.0

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.fill.store.port import Claim, DeviceEntry, Job, JobStore, Progress, Standing
+from megatron.fill.store.port import Claim, DeviceEntry, Job, Progress, Standing
+from megatron.fill.store.queue import JobStore
 from megatron.fill.work import NewJob
 
 __all__ = ["Claim", "DeviceEntry", "Job", "JobStore", "NewJob", "Progress", "Standing", "open_store"]

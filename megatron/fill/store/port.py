@@ -1,21 +1,13 @@
-"""The job store's port: the interface that PipeFill needs to keep its jobs.
-
-Times are seconds since the epoch (``_s``).  A *claim* makes one agent a job's only owner until its *lease* ends; every
-heartbeat renews the lease.  A job whose lease has expired goes back to QUEUED with the next claim or ``recover`` of any
-agent; its former owner is notified by its next call and has to stop.  An owner that calls before that still has the
-job, so one that cannot reach the store goes on: perhaps nobody can.  ``attempt`` counts the claims of a job and
-distinguishes its new owner from an old one, which can no longer finish it.
-"""
+"""The values that a job store takes and returns.  Times are seconds since the epoch (``_s``)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.fill.status import JobState, Status
-from megatron.fill.work import NewJob, Work
+from megatron.fill.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,141 +138,3 @@ class DeviceEntry:
     job: str = ""
     cycle: dict[str, Any] | None = None
     refuses: tuple[int, ...] = ()
-
-
-class JobStore(Protocol):
-    """A durable queue of jobs, with their profiles and the devices that serve them.
-
-    Every method raises StoreError if the database cannot be reached or stays locked, and may then be called again.
-    """
-
-    def now_s(self) -> float:
-        """The current time, by the clock that leases use."""
-
-    def submit(self, jobs: Sequence[NewJob]) -> list[Job]:
-        """Put all jobs into the queue, or none.
-
-        An unfinished job with the same name and spec is the same job, which continues; its entry is returned unchanged.
-
-        Raises:
-            JobError: an unfinished job with the same name has another spec, or a job is after one that is neither among
-                the new jobs nor in the store.
-        """
-
-    def get(self, job_id: int) -> Job:
-        """The job with that number.
-
-        Raises:
-            JobError: there is no such job.
-        """
-
-    def find(self, name: str) -> Job:
-        """The latest job with that name or, if there is none, the job with that number (``"12"``).
-
-        Raises:
-            JobError: there is none; the message has the closest names.
-        """
-
-    def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
-        """The latest ``limit`` jobs in those states (by default all jobs), in the order of their submission."""
-
-    def states(self, names: Collection[str]) -> dict[str, JobState]:
-        """The state of the latest job with each of these names; unknown names are left out."""
-
-    def stamp(self) -> tuple[int, int, int]:
-        """The number of QUEUED jobs, the sum of their numbers, and the number of SUCCEEDED jobs.
-
-        It is cheap, however many jobs there are.  While it is unchanged, the same jobs wait and the same jobs can
-        start.
-        """
-
-    def used_s(self, since_s: float) -> dict[str, float]:
-        """The seconds in bubbles that the jobs of each user have had, of those that finished since then or have not."""
-
-    def claim(
-        self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "", most: int | None = None
-    ) -> Claim | None:
-        """Claim the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if there is none.
-
-        Jobs whose lease has expired are put back to QUEUED first (``recover``).  A job is skipped if another call
-        works on it at this moment, if another device has asked for it (``ask_for``) and is still idle, or if ``most``
-        jobs of its user run.
-        """
-
-    def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
-        """Ask the holder of a RUNNING job to give it to ``device``, which is idle; False if the request is refused.
-
-        The next heartbeat notifies the holder (MOVE).  Once it has released the job, only ``device`` can claim it.  The
-        request is valid for ``ASK_S`` and while ``device`` is idle: if its agent dies or takes another job, the job
-        stays where it is, or is free for any device.  The request is refused if the job was asked for less than
-        ``ASK_AGAIN_S`` ago, is ``cancelling``, or was claimed again since ``attempt``.
-        """
-
-    def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:
-        """Renew the lease for ``lease_s``, and report the job's progress."""
-
-    def place(self, claim: Claim, directory: str) -> bool:
-        """Record the job's folder; False if the claim is lost."""
-
-    def finish(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
-        """Finish the job as SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost.
-
-        After a StoreError it may have succeeded anyway: the same call then returns True.
-        """
-
-    def release(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
-        """Put the job back to QUEUED (or CANCELLED if that was requested); False if the claim is lost.
-
-        After that, the job's status is ``status`` with the state QUEUED.
-        """
-
-    def disown(self, owner: str) -> int:
-        """Release all jobs of ``owner``, which is known to be dead; return their number."""
-
-    def recover(self) -> int:
-        """Put jobs whose lease has expired back to QUEUED (or CANCELLED if that was requested); return their number."""
-
-    def cancel(self, job_id: int) -> Job:
-        """Cancel a job: a QUEUED job at once; a RUNNING job is ``cancelling`` until its agent stops it.
-
-        A RUNNING job whose lease has expired is also cancelled at once.
-
-        Raises:
-            JobError: there is no such job, or it has finished.
-        """
-
-    def note(self, job_id: int, status: Status) -> None:
-        """Record why a QUEUED job still waits, as its status; a job in another state is not changed."""
-
-    def retry(self, job_id: int) -> Job:
-        """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if there is one.
-
-        A RUNNING job whose lease has expired is put back too.
-
-        Raises:
-            JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.
-        """
-
-    def forget(self, job_ids: Collection[int], before_s: float) -> Sequence[int]:
-        """Delete those of these jobs that finished before ``before_s`` and are not needed; return their numbers.
-
-        A job is needed if a job that stays is ``after`` it, and if it is the store's newest (``aging.forgettable``).
-        """
-
-    def report_device(self, device: DeviceEntry, lease_s: float) -> None:
-        """Record that a device serves jobs; it is dropped unless reported again within ``lease_s``."""
-
-    def forget_device(self, name: str) -> None:
-        """Drop a device, which serves no more jobs."""
-
-    def devices(self) -> Sequence[DeviceEntry]:
-        """The devices that serve jobs now, by name."""
-
-    def profile(self, key: str) -> dict[str, Any] | None:
-        """The profile kept under ``key``; None if there is none."""
-
-    def keep_profile(self, key: str, profile: dict[str, Any]) -> None:
-        """Keep a profile, replacing an earlier one with that key."""
-
-    def close(self) -> None:
-        """Release the store's resources."""

@@ -1,4 +1,11 @@
-"""The rules of the job queue, independent of the database: each method is one ``Transaction``."""
+"""The durable queue of jobs, independent of the database: each method is one ``Transaction``.
+
+Times are seconds since the epoch (``_s``).  A *claim* makes one agent a job's only owner until its *lease* ends; every
+heartbeat renews the lease.  A job whose lease has expired goes back to QUEUED with the next claim or ``recover`` of any
+agent; its former owner is notified by its next call and has to stop.  An owner that calls before that still has the
+job, so one that cannot reach the store goes on: perhaps nobody can.  ``attempt`` counts the claims of a job and
+distinguishes its new owner from an old one, which can no longer finish it.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +26,33 @@ _CANCELLED = Status(JobState.CANCELLED, Cause.CANCELLED)
 ASK_AGAIN_S = 300.0  # shortest time between two requests to move a job, each of which interrupts it
 
 
-class JobQueue(ABC):
-    """The base of job stores, implemented over transactions; ``port.JobStore`` documents the methods."""
+class JobStore(ABC):
+    """A durable queue of jobs, with their profiles and the devices that serve them.
+
+    Every method raises StoreError if the database cannot be reached or stays locked, and may then be called again.
+    """
 
     @abstractmethod
     def _run[T](self, work: Callable[[Transaction], T], *, write: bool = True) -> T:
         """Do ``work`` in one transaction, and repeat it if the database temporarily fails."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the store's resources."""
 
     def now_s(self) -> float:
+        """The current time, by the clock that leases use."""
         return self._run(lambda transaction: transaction.now_s, write=False)
 
     def submit(self, jobs: Sequence[NewJob]) -> list[Job]:
+        """Put all jobs into the queue, or none.
+
+        An unfinished job with the same name and spec is the same job, which continues; its entry is returned unchanged.
+
+        Raises:
+            JobError: an unfinished job with the same name has another spec, or a job is after one that is neither among
+                the new jobs nor in the store.
+        """
         checked = [checks.checked(job) for job in jobs]
 
         def work(transaction: Transaction) -> list[Job]:
@@ -42,28 +62,52 @@ class JobQueue(ABC):
         return self._run(work)
 
     def get(self, job_id: int) -> Job:
+        """The job with that number.
+
+        Raises:
+            JobError: there is no such job.
+        """
         return self._run(lambda transaction: lookup.existing(transaction, job_id), write=False)
 
     def find(self, name: str) -> Job:
+        """The latest job with that name or, if there is none, the job with that number (``"12"``).
+
+        Raises:
+            JobError: there is none; the message has the closest names.
+        """
         return self._run(lambda transaction: lookup.find(transaction, name), write=False)
 
     def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
+        """The latest ``limit`` jobs in those states (by default all jobs), in the order of their submission."""
         if limit is not None and limit < 0:
             raise JobError(f"the limit of a list of jobs is {limit}; expected 0 or more")
         return self._run(lambda transaction: transaction.jobs(states, limit), write=False)
 
     def states(self, names: Collection[str]) -> dict[str, JobState]:
+        """The state of the latest job with each of these names; unknown names are left out."""
         return self._run(lambda transaction: transaction.states(set(names)), write=False)
 
     def stamp(self) -> tuple[int, int, int]:
+        """The number of QUEUED jobs, the sum of their numbers, and the number of SUCCEEDED jobs.
+
+        It is cheap, however many jobs there are.  While it is unchanged, the same jobs wait and the same jobs can
+        start.
+        """
         return self._run(lambda transaction: transaction.stamp(), write=False)
 
     def used_s(self, since_s: float) -> dict[str, float]:
+        """The seconds in bubbles that the jobs of each user have had, of those that finished since then or have not."""
         return self._run(lambda transaction: transaction.used_s(since_s), write=False)
 
     def claim(
         self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "", most: int | None = None
     ) -> Claim | None:
+        """Claim the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if there is none.
+
+        Jobs whose lease has expired are put back to QUEUED first (``recover``).  A job is skipped if another call
+        works on it at this moment, if another device has asked for it (``ask_for``) and is still idle, or if ``most``
+        jobs of its user run.
+        """
         checks.check_lease(lease_s)
         ids = list(dict.fromkeys(job_id for job_id in wanted if checks.possible(job_id)))
 
@@ -95,6 +139,13 @@ class JobQueue(ABC):
         return self._run(work)
 
     def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
+        """Ask the holder of a RUNNING job to give it to ``device``, which is idle; False if the request is refused.
+
+        The next heartbeat notifies the holder (MOVE).  Once it has released the job, only ``device`` can claim it.  The
+        request is valid for ``ASK_S`` and while ``device`` is idle: if its agent dies or takes another job, the job
+        stays where it is, or is free for any device.  The request is refused if the job was asked for less than
+        ``ASK_AGAIN_S`` ago, is ``cancelling``, or was claimed again since ``attempt``.
+        """
         device = checks.storable(device)
 
         def work(transaction: Transaction) -> bool:
@@ -111,6 +162,7 @@ class JobQueue(ABC):
         return self._run(work)
 
     def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:
+        """Renew the lease for ``lease_s``, and report the job's progress."""
         checks.check_lease(lease_s)
 
         def work(transaction: Transaction) -> Standing:
@@ -125,11 +177,16 @@ class JobQueue(ABC):
         return self._run(work)
 
     def place(self, claim: Claim, directory: str) -> bool:
+        """Record the job's folder; False if the claim is lost."""
         if directory != checks.storable(directory):
             raise JobError(f"the folder of job {claim.job.name} is {directory!r}; expected a printable path")
         return self._change(claim, lambda job, now_s: replace(job, directory=directory))
 
     def finish(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
+        """Finish the job as SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost.
+
+        After a StoreError it may have succeeded anyway: the same call then returns True.
+        """
         if not status.state.finished:
             expected = "expected SUCCEEDED, FAILED or CANCELLED"
             raise JobError(f"job {claim.job.name} cannot finish as {status.state}; {expected}")
@@ -148,12 +205,18 @@ class JobQueue(ABC):
         return self._run(work)
 
     def release(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
+        """Put the job back to QUEUED (or CANCELLED if that was requested); False if the claim is lost.
+
+        After that, the job's status is ``status`` with the state QUEUED.
+        """
         plain = checks.plain("result", result)
         return self._change(
             claim, lambda job, now_s: replace(_returned(job, status, now_s), progress=progress, result=plain)
         )
 
     def disown(self, owner: str) -> int:
+        """Release all jobs of ``owner``, which is known to be dead; return their number."""
+
         def work(transaction: Transaction) -> int:
             running = transaction.jobs({JobState.RUNNING}, None)
             theirs = [lookup.existing(transaction, job.id) for job in running if job.owner == owner]
@@ -164,9 +227,18 @@ class JobQueue(ABC):
         return self._run(work)
 
     def recover(self) -> int:
+        """Put jobs whose lease has expired back to QUEUED (or CANCELLED if that was requested); return their number."""
         return self._run(_recover)
 
     def cancel(self, job_id: int) -> Job:
+        """Cancel a job: a QUEUED job at once; a RUNNING job is ``cancelling`` until its agent stops it.
+
+        A RUNNING job whose lease has expired is also cancelled at once.
+
+        Raises:
+            JobError: there is no such job, or it has finished.
+        """
+
         def work(transaction: Transaction) -> Job:
             job = lookup.existing(transaction, job_id)
             if job.state.finished:
@@ -181,6 +253,8 @@ class JobQueue(ABC):
         return self._run(work)
 
     def note(self, job_id: int, status: Status) -> None:
+        """Record why a QUEUED job still waits, as its status; a job in another state is not changed."""
+
         def work(transaction: Transaction) -> None:
             job = lookup.existing(transaction, job_id)
             if job.state is JobState.QUEUED:
@@ -189,6 +263,14 @@ class JobQueue(ABC):
         self._run(work)
 
     def retry(self, job_id: int) -> Job:
+        """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if there is one.
+
+        A RUNNING job whose lease has expired is put back too.
+
+        Raises:
+            JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.
+        """
+
         def work(transaction: Transaction) -> Job:
             job = lookup.existing(transaction, job_id)
             lost = job.lost(transaction.now_s)
@@ -210,6 +292,10 @@ class JobQueue(ABC):
         return self._run(work)
 
     def forget(self, job_ids: Collection[int], before_s: float) -> Sequence[int]:
+        """Delete those of these jobs that finished before ``before_s`` and are not needed; return their numbers.
+
+        A job is needed if a job that stays is ``after`` it, and if it is the store's newest (``aging.forgettable``).
+        """
         wanted = set(job_ids)
 
         def work(transaction: Transaction) -> Sequence[int]:
@@ -220,6 +306,7 @@ class JobQueue(ABC):
         return self._run(work)
 
     def report_device(self, device: DeviceEntry, lease_s: float) -> None:
+        """Record that a device serves jobs; it is dropped unless reported again within ``lease_s``."""
         checks.check_lease(lease_s)
         plain = replace(
             device,
@@ -231,15 +318,19 @@ class JobQueue(ABC):
         self._run(lambda transaction: transaction.put_device(plain, lease_s))
 
     def forget_device(self, name: str) -> None:
+        """Drop a device, which serves no more jobs."""
         self._run(lambda transaction: transaction.drop_device(checks.storable(name)))
 
     def devices(self) -> Sequence[DeviceEntry]:
+        """The devices that serve jobs now, by name."""
         return self._run(lambda transaction: transaction.devices(), write=False)
 
     def profile(self, key: str) -> dict[str, Any] | None:
+        """The profile kept under ``key``; None if there is none."""
         return self._run(lambda transaction: transaction.profile(key), write=False)
 
     def keep_profile(self, key: str, profile: dict[str, Any]) -> None:
+        """Keep a profile, replacing an earlier one with that key."""
         plain = checks.plain("profile", profile)
         self._run(lambda transaction: transaction.put_profile(key, plain))
 

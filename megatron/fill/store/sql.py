@@ -23,7 +23,7 @@ from megatron.fill.errors import StoreError
 from megatron.fill.store.filesystem import has_locks, network_file_system
 from megatron.fill.store.location import locate, shown
 from megatron.fill.store.migrate import migrate
-from megatron.fill.store.queue import JobQueue
+from megatron.fill.store.queue import JobStore
 from megatron.fill.store.rows import SqlTransaction
 from megatron.fill.store.transaction import Transaction
 
@@ -39,7 +39,7 @@ _CONNECT_S = 5  # libpq accepts only whole seconds
 _PASSING_STATES = ("40001", "40P01", "55P03", "57P01", "57P02", "57P03", "53300")
 
 
-class SqlStore(JobQueue):
+class SqlStore(JobStore):
     """A job store in a SQL database, usable from several threads, and from many processes that each open it.
 
     Open it after a fork, not before: SQLite's connections do not survive a fork.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.status import Status
 from megatron.fill.store.port import DeviceEntry, Progress, Standing
+from megatron.fill.store.queue import JobStore
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
@@ -53,7 +54,9 @@ def claims_of(flaky: Flaky, jobs: list[NewJob] | None, lease_s: float = 1.0, **o
         "patience": Patience(0.02, 0.05),
         "device": lambda: DeviceEntry("rank 0", "run"),
     } | others
-    return Claims("memory", "agent", jobs, lease_s=lease_s, connect=lambda url, create: flaky, **settings)
+    return Claims(
+        "memory", "agent", jobs, lease_s=lease_s, connect=lambda url, create: cast(JobStore, flaky), **settings
+    )
 
 
 def take(claims: Claims, work: Callable[[], float] = lambda: 0.0) -> HeldClaim:
