@@ -137,7 +137,7 @@ def install(stack: contextlib.ExitStack) -> None:
                 return wait(work, *args, **kwargs)
             depth = account.enter(name)
             try:
-                return bus.wait_for_ranks(functools.partial(wait, work, *args, **kwargs))
+                return bus.wait_in_save(functools.partial(wait, work, *args, **kwargs))
             finally:
                 account.leave(depth)
 
@@ -159,7 +159,7 @@ def install(stack: contextlib.ExitStack) -> None:
                 return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
             depth = account.enter(whose)
             try:
-                return bus.wait_for_ranks(functools.partial(_finished, call, group, *args, **kwargs))
+                return bus.wait_in_save(functools.partial(_finished, call, group, *args, **kwargs))
             finally:
                 account.leave(depth)
 

@@ -158,8 +158,9 @@ def _install_account(stack: contextlib.ExitStack) -> None:
         replace(stack, holder, name, _accounted(getattr(holder, name), what, whole))
     holder, name = _SAVE.resolve()
     replace(stack, holder, name, bus.saving()(getattr(holder, name)))
+    replace(stack, os, "fsync", _waiting(os.fsync, bus.wait_in_save))
     holder, name = _NEXT_BATCH.resolve()
-    replace(stack, holder, name, _awaited(getattr(holder, name)))
+    replace(stack, holder, name, _waiting(getattr(holder, name), bus.wait_for_batch))
     base, _ = _OPTIMIZER.resolve()
     kinds = [base]
     for kind in kinds:
@@ -195,10 +196,10 @@ def _accounted(original: Callable[..., Any], what: str, whole: bool = False) -> 
     return run
 
 
-def _awaited(original: Callable[..., Any]) -> Callable[..., Any]:
+def _waiting(original: Callable[..., Any], wait: Callable[[Callable[[], Any]], Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return bus.wait_for_batch(functools.partial(original, *args, **kwargs))
+        return wait(functools.partial(original, *args, **kwargs))
 
     return run
 

@@ -258,9 +258,9 @@ class BubbleBus:
         finally:
             self._saving = False
 
-    def wait_for_ranks[T](self, call: Callable[[], T]) -> T:
-        """Make a call that waits for other ranks: in a save, in a bubble."""
-        if not self._saving:
+    def wait_in_save[T](self, call: Callable[[], T]) -> T:
+        """Make a call that waits for other ranks, or for storage: in a save, in a bubble."""
+        if not self._saving or self.account.thread != get_ident():  # those of other threads are at no place of the save
             return call()
         self._save_waits += 1
         return self._outside(BubbleKind.SAVE, self._save_waits - 1, call)

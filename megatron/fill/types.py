@@ -28,7 +28,7 @@ class BubbleKind(StrEnum):
     FWD_BWD = "fwd-bwd"  # between the last warm-up forward and the first backward
     INTERIOR = "interior"  # non-contiguous, inside the steady state
     DRAIN = "drain"  # after the last backward, until the iteration's last cross-stage collective
-    SAVE = "save"  # for other ranks, in a checkpoint's save
+    SAVE = "save"  # for other ranks or storage, in a checkpoint's save
     DATA = "data"  # for the next batch
 
 

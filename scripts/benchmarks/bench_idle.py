@@ -1,19 +1,23 @@
 """The idle time of trainings: the share of wall time that has a name, and the share of long idle time that is filled.
 
 Trains the small GPT of the benchmarks on the CPU, with a side task for each rank, in seven ways (``--parts``):
-``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every tenth iteration, with a ``slow-loader``, with
-two replicas (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.
+``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every tenth iteration, with a ``slow-loader``,
+with two replicas (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.
+The four ranks of two replicas would share two cores, on which nothing is idle; theirs have a smaller model, and sleep
+in passes (``own_device``).
 ``paired`` is the plain one in pairs of blocks with and without filling, for the slowdown, and ``paired-vpp`` that of
 two chunks.
 
 * ``named_share``: compute and named idle time over the wall time, by training, all ranks together; the wall time is
   that of the process's clock.
-* ``long_idle_filled``: seconds of jobs' steps in bubbles over all idle seconds in stretches of 1 ms or more, by
-  training, from the first iteration on: also what PipeFill does not fill, such as saves, and its warm-up.
+* ``long_idle_filled``: seconds of jobs' steps in bubbles over all idle seconds, both in stretches of 1 ms or more, by
+  training, from the first iteration on: also what PipeFill does not fill, such as saves, and what only the beginning
+  of a training has: the warm-up, the jobs' start, and frequent probes of the brake.  So it grows with ``--iterations``.
 * ``harvest_1f1b``, ``harvest_interleaved``: the harvest ratio of ``plain`` and of ``vpp``.
 * ``slowdown``, ``slowdown_interleaved``: of ``paired`` and of ``paired-vpp``.
 
-The details have ``time_use_ns``: where the bubble time that was not harvested went.
+The details have ``time_use_ns``, where the bubble time that was not harvested went, and ``long_idle_s``, the long idle
+time by cause (``idle_causes``), of which the shares are printed.
 
     python scripts/benchmarks/bench_idle.py --json docs/benchmarks/idle.json
 """
@@ -26,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.harness import arguments, check_above_zero, opened
+from scripts.benchmarks.idle_causes import FILLED, causes
 from scripts.benchmarks.sidetasks import JOBS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
 OFTEN = "10"  # iterations between two saves, or evaluations
 _WARMUP = 5
-_BEFORE = {"start-up", "load"}  # idle time before the first iteration
+_SMALL = ("--hidden-size", "128")  # these flags come after the model's own
 _INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "2")
 _PAIRED: dict[str, tuple[str, tuple[str, ...]]] = {  # name of the slowdown, and flags
     "paired": ("slowdown", ()),
@@ -46,11 +51,12 @@ def trained(folder: Path, part: str, iterations: int) -> dict[str, Any]:
         "saves": ("--save", str(folder / "checkpoints"), "--save-interval", OFTEN),
         "evaluation": ("--eval-iters", "4", "--eval-interval", OFTEN),
         "slow-loader": (),
-        "dp2": (),
+        "dp2": _SMALL,
         "vpp": _INTERLEAVED,
         "timers": ("--timing-log-level", "2"),
     }
-    script = ("-m", "scripts.benchmarks.slow_loader", *GPT.script) if part == "slow-loader" else GPT.script
+    modules = {"slow-loader": "slow_loader", "dp2": "own_device"}
+    script = ("-m", f"scripts.benchmarks.{modules[part]}", *GPT.script) if part in modules else GPT.script
     main = MainJob(script, ranks=4 if part == "dp2" else 2)
     run = folder / f"{part}-run"
     every = [job | {"name": f"{job['name']}{copy}"} for copy in range(main.ranks // len(JOBS)) for job in JOBS]
@@ -61,17 +67,28 @@ def trained(folder: Path, part: str, iterations: int) -> dict[str, Any]:
     return json.loads((run / "report.json").read_text(encoding="utf-8"))
 
 
-def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of one training, and its account."""
+def figures(report: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Return the figures of one training, and its account.
+
+    Args:
+        run: its run folder.
+    """
     whole = report["account"][-1]
-    long_s = whole["long_idle_s"] - sum(one["long_s"] for one in whole["times"] if one["name"] in _BEFORE)
+    long_s = causes(run)
     return {
         "named_share": whole["named_share"],
-        "long_idle_filled": (report["total"]["harvested_s"] or 0.0) / long_s,
+        "long_idle_filled": long_s.get(FILLED, 0.0) / sum(long_s.values()),
+        "long_idle_s": long_s,
         "harvest_ratio": report["summary"]["harvest_ratio"],
         "account": {one["name"]: one["time_s"] for one in whole["times"]},
         "time_use_ns": report["total"]["time_use_ns"],
     }
+
+
+def shares(long_s: dict[str, float]) -> list[str]:
+    """Return a line for each cause of at least 0.1% of the long idle time."""
+    whole_s = sum(long_s.values())
+    return [f"{name:16} {s / whole_s:6.1%}" for name, s in long_s.items() if s >= whole_s / 1000]
 
 
 def main() -> None:
@@ -79,7 +96,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument(
-        "--iterations", type=int, default=100, help="of each training but the paired ones (default: 100)"
+        "--iterations", type=int, default=400, help="of each training but the paired ones (default: 400)"
     )
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of 10 iterations (default: 20)")
     options = parser.parse_args()
@@ -92,9 +109,10 @@ def main() -> None:
                 name, flags = _PAIRED[part]
                 blocks = Blocks(10, options.pairs, _WARMUP, settling=2)
                 report = filled(folder, part, jobs_file(folder / "jobs.yaml", JOBS), blocks, *flags)
-                results.add(part, {name: report["summary"]["slowdown"]}, **figures(report))
+                results.add(part, {name: report["summary"]["slowdown"]}, **figures(report, folder / f"{part}-run"))
                 continue
-            found = figures(trained(folder, part, options.iterations))
+            found = figures(trained(folder, part, options.iterations), folder / f"{part}-run")
+            print(part, *shares(found["long_idle_s"]), sep="\n  ", flush=True)
             for name in ("named_share", "long_idle_filled"):
                 results.add(part, {part: found[name]}, name, **found)
             harvests = {"plain": "harvest_1f1b", "vpp": "harvest_interleaved"}

@@ -10,7 +10,7 @@ import pytest
 from tests.patches.fresh import python
 
 SCRIPT = """
-import json, time
+import json, os, tempfile, time
 import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as bound_before
@@ -27,6 +27,7 @@ pipefill_patches.apply(("cpu_backend",))
 groups, waited_s = dist.ProcessGroup, 0.02
 arrive = groups.barrier
 groups.barrier = lambda group, *args, **kwargs: (time.sleep(waited_s), arrive(group, *args, **kwargs))[1]
+fsync = os.fsync
 before = {name: call for name, call in vars(groups).items()}, dist.Work.wait
 pipefill_patches.apply(("training_loop",))
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -90,6 +91,10 @@ def within():
     dist.barrier()
     bus.close()
 
+def stored():
+    with tempfile.TemporaryFile() as file:
+        os.fsync(file.fileno())
+
 timers = Timers(1, "all")
 batches = RerunDataIterator(iter(range(9)))
 CALLS = {
@@ -119,6 +124,7 @@ found = {
     "places": {at: bubbles(dist.barrier, at) for at in ("before", "fill", "pass", "between", "drain", "after", "save")},
     "save waited for later": bubbles(lambda: dist.all_reduce(one, async_op=True).wait(), "save"),
     "save not waited for": bubbles(lambda: dist.all_reduce(one, async_op=True), "save"),
+    "stored": {at: bubbles(stored, at) for at in ("drain", "after", "save")},
     "batch": bubbles(lambda: next(batches), "pass"),
     "batch of no iteration": bubbles(lambda: next(batches), "after"),
     "not waited for": bubbles(lambda: dist.all_reduce(one, async_op=True)),
@@ -128,7 +134,8 @@ found = {
     "within": bubbles(within),
 }
 pipefill_patches.PATCHES["training_loop"].revert()
-found["reverted"] = all(vars(groups)[name] is call for name, call in before[0].items()) and dist.Work.wait == before[1]
+calls_reverted = all(vars(groups)[name] is call for name, call in before[0].items())
+found["reverted"] = calls_reverted and dist.Work.wait == before[1] and os.fsync is fsync
 print(json.dumps(found))
 """
 
@@ -171,6 +178,14 @@ def test_waits_in_a_save_and_for_a_batch_are_bubbles_of_their_own_kinds(found):
     assert kinds(found["save waited for later"]) == ["save"]
     assert kinds(found["batch"]) == ["data"]
     assert found["save not waited for"] == found["batch of no iteration"] == []
+
+
+def test_a_wait_for_storage_is_a_bubble_in_a_save_only(found):
+    assert {at: kinds(bubbles) for at, bubbles in found["stored"].items()} == {
+        "drain": [],
+        "after": [],
+        "save": ["save"],
+    }
 
 
 def test_no_bubble_where_nobody_waits_or_for_the_own_stage(found):

@@ -1,4 +1,4 @@
-"""Prediction of the waits outside the pipeline: for other ranks in a checkpoint's save, and for the next batch.
+"""Prediction of the waits outside the pipeline: for other ranks or storage in a save, and for the next batch.
 
 They come seldom, or are usually short, and nothing bounds them.  So a wait is expected to last as long as the shortest
 of the last ones at its place, and the first one there is not predicted.  A step begins only if it ends before.  Places

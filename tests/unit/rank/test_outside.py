@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 from megatron.fill.hooks import BubbleBus
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.pages.ring import Ring, RingReader
@@ -132,18 +134,29 @@ def test_the_bus_numbers_the_batches_of_each_schedule_of_an_evaluation():
 def test_the_bus_numbers_them_in_each_save_and_iteration():
     bus, heard = make()
     nothing = object()
-    assert bus.wait_for_ranks(lambda: nothing) is bus.wait_for_batch(lambda: nothing) is nothing
+    assert bus.wait_in_save(lambda: nothing) is bus.wait_for_batch(lambda: nothing) is nothing
     assert heard.bubbles == []
     for number in (1, 2):
         bus.begin_iteration(number)
         for _ in range(2):
             bus.wait_for_batch(int)
-        bus.wait_for_ranks(int)
+        bus.wait_in_save(int)
         bus.end_iteration()
         with bus.saving():
             for _ in range(2):
-                bus.wait_for_ranks(int)
+                bus.wait_in_save(int)
     assert heard.bubbles == 2 * [("data", 0), ("data", 1), ("save", 0), ("save", 1)]
+
+
+def test_what_another_thread_waits_for_while_the_rank_saves_has_no_place():
+    bus, heard = make()
+    with bus.saving():
+        bus.wait_in_save(int)
+        other = Thread(target=bus.wait_in_save, args=(int,))
+        other.start()
+        other.join()
+        bus.wait_in_save(int)
+    assert heard.bubbles == [("save", 0), ("save", 1)]
 
 
 def test_a_wait_that_fails_ends_its_bubble():
