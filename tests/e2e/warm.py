@@ -62,6 +62,7 @@ def serve(path: str, *modules: str) -> None:
     draw()
     if "megatron.training" in sys.modules:
         parse()
+        save()
     gc.freeze()  # else the first collection in a rank copies all of it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
@@ -101,6 +102,13 @@ def parse() -> None:
 
     inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
     add_megatron_arguments(argparse.ArgumentParser())
+
+
+def save() -> None:
+    """Have the process that collects a checkpoint's results forked: spawned, it imports Megatron for six seconds."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async.get_write_results_queue = functools.partial(filesystem_async.get_write_results_queue, "fork")
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -151,7 +159,7 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()  # one that hangs is aborted to see where
     argv = request["argv"]
-    if REST in os.environ and "--fill-jobs" in argv:
+    if REST in os.environ and {"--fill-jobs", "--fill-store"} & set(argv):
         rest(float(os.environ[REST]) / 1e3)
     if MOUNTS in os.environ:
         mount(json.loads(os.environ[MOUNTS]))
