@@ -2,7 +2,8 @@
 
 The folder holds ``megatron_functional_tests.csv``: NVIDIA's functional tests, each with its flags and the bytes that
 torch's allocator had at most on the last rank.  It is read where it is.  A row whose flags the configurator refuses
-counts as not expressible.
+counts as not expressible.  Peaks of SimuMax's trainings on B200 (``configure_b200.py``) are apart: of other models, on
+all ranks.  Nothing was chosen with them in view but what Transformer Engine's fused loss keeps.
 
 A measurement is *superseded* if it is 10% or more from the median of its recipe's: the flags do not tell the two apart.
 The platform may: those that no recipe of core_v0.19.0 runs on any more have what was measured with PyTorch 24.01, in
@@ -28,12 +29,13 @@ from megatron.fill.wings.configure.room import least_known, memory
 from megatron.fill.wings.configure.search import unfused
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
+from scripts.benchmarks.configure_b200 import GPUS, published
 
 TRUTH = Path(__file__).resolve().parents[2].parent / "shared" / "truth"
 FUNCTIONAL = "megatron_functional_tests.csv"
 _PEAK = "mem_max_allocated_bytes_last_rank"
 _NODE = 8  # GPUs of a test, unless its layout needs more; half of them in recipes of one GB200 node
-_CAPABILITY = {"a100": 8, "h100": 9, "gb200": 10}  # major, by the platform's name
+_CAPABILITY = {"a100": 8, "h100": 9, "b200": 10}  # major, by the platform's name
 _GPUS = {"mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": 64}  # as the bytes between its iterations tell
 _FORMER = "lts_dgxa100_dracooci"  # how the platforms begin that were measured with PyTorch 24.01
 _TOKENIZER = {"bert": "BertWordPieceLowerCase"}  # the others have GPT-2's
@@ -170,9 +172,32 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "held_by_interval_current": _held(current, sources, lambda row: row.recipe),
         "held_by_interval_families": _held(told, sources, lambda row: row.group),
         "quantiles": _quantiles(sources),
+        "b200": _b200(folder),
         "groups": {name: _shown(errors) for name, errors in sorted(groups.items())},
         "recipes": {name: _shown(errors) for name, errors in recipes.items()}
         | {row.recipe: row.refused for row in rows if row.refused},
+    }
+
+
+def _b200(folder: Path) -> dict[str, dict[str, float]]:
+    """Return the errors on SimuMax's fullest ranks of each stage, by kind; trainings of other batches hold as much."""
+    kinds: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(dict)
+    for one in published(folder):
+        model, its = laid_out(one.flags, GPUS)
+        work = model.kernels.workspace_bytes(_CAPABILITY["b200"], bool(model.experts))
+        ranks = GPUS // its.pp
+        fullest = [max(one.peaks[stage * ranks : (stage + 1) * ranks]) for stage in range(its.pp)]
+        held = zip(memory(model, its), fullest, strict=True)
+        kinds[one.kind][one.peaks] = [(its.total_bytes + work) / peak - 1 for its, peak in held]
+    return {
+        kind: {
+            "peaks": len(errors),
+            "mean": fmean(map(abs, errors)),
+            "lowest": min(errors),
+            "highest": max(errors),
+        }
+        for kind, found in kinds.items()
+        if (errors := [error for several in found.values() for error in several])
     }
 
 

@@ -17,12 +17,9 @@ several layouts: is the one that is predicted to be the fastest within 3% of the
 from __future__ import annotations
 
 import csv
-import json
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -37,6 +34,7 @@ from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.search import Evaluator
 from megatron.fill.wings.mainjob.analytic import stage_cost
 from megatron.fill.wings.mainjob.parallel import Parallel
+from scripts.benchmarks.configure_b200 import GPUS, published
 from scripts.benchmarks.configure_gpu_memory import FUNCTIONAL, laid_out_as
 
 _OVER_NODES = "ground_truth_multi.csv"
@@ -56,27 +54,6 @@ _FLAGS = {
     "--pipeline-model-parallel-size": "pipeline parallelism",
 }
 _ASSUMED = "--vocab-size 51200 --fp16 --transformer-impl local"  # its table does not say
-_B200 = "b200_release_v1.2_summary.json"
-_SEQUENCE = "4096"  # where a name of _B200 has none
-_COMMON = (
-    "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
-    "--hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --cross-entropy-loss-fusion "
-    "--micro-batch-size 1 --group-query-attention "
-)
-_LATENT = (
-    "--num-attention-heads 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
-    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-layer-freq ([0]*1+[1]*3) "
-)
-_MODELS = {
-    "llama3-70b": "--hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 --ffn-hidden-size 28672 "
-    "--vocab-size 128256",
-    "llama3-405b": "--hidden-size 16384 --num-attention-heads 128 --num-query-groups 16 --ffn-hidden-size 53248 "
-    "--vocab-size 128256",
-    "deepseekv2": f"{_LATENT}--hidden-size 5120 --ffn-hidden-size 12288 --moe-ffn-hidden-size 1536 --num-experts 160 "
-    "--moe-router-topk 6 --moe-shared-expert-intermediate-size 3072 --vocab-size 102400",
-    "deepseekv3": f"{_LATENT}--hidden-size 7168 --ffn-hidden-size 18432 --moe-ffn-hidden-size 2048 --num-experts 256 "
-    "--moe-router-topk 8 --moe-shared-expert-intermediate-size 2048 --vocab-size 129280",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,22 +116,10 @@ def _over_nodes(line: dict[str, str]) -> Timed:
 
 def read_b200(folder: Path) -> dict[str, list[Timed]]:
     """Read SimuMax's trainings, by kind of model and attention; none if the file is not there."""
-    path = folder / _B200
     kinds: dict[str, list[Timed]] = defaultdict(list)
-    for line in json.loads(read_text(path, "SimuMax's figures"))["rows"] if path.exists() else []:
-        its = dict(re.findall("(tp|ep|pp|cp|seq)([0-9]+)", line["case"]))
-        degrees = [int(its.get(name, "1")) for name in ("tp", "pp", "cp")]
-        flags = f"{_COMMON}{next(text for name, text in _MODELS.items() if line['model'].startswith(name))}"
-        flags += f" --num-layers {line['layer_num']} --seq-length {its.get('seq', _SEQUENCE)}"
-        flags += f" --global-batch-size {_NODE // prod(degrees) * line['mbc']}"
-        flags += " --tensor-model-parallel-size {} --pipeline-model-parallel-size {} --context-parallel-size {}".format(
-            *degrees
-        )
-        flags += " --sequence-parallel" * (degrees[0] > 1) + f" --expert-model-parallel-size {its.get('ep', 1)}"
-        training = read_flags(flags.split(), ends=True)
-        kind = "experts" if "deepseek" in line["model"] else "dense" if degrees[2] == 1 else "context"
-        parallel = laid_out(flags.split(), _NODE)[1]
-        kinds[f"b200_{kind}"].append(Timed(training, parallel, "b200", "dgx-b200", line["case"], line["real_ms"] / 1e3))
+    for one in published(folder):
+        training, parallel = read_flags(one.flags, ends=True), laid_out(one.flags, GPUS)[1]
+        kinds[f"b200_{one.kind}"].append(Timed(training, parallel, "b200", "dgx-b200", one.name, one.iteration_s))
     return kinds
 
 

@@ -81,6 +81,21 @@ def test_a_former_container_has_no_deterministic_flash_attention(tmp_path):
     assert former.predicted_bytes == former.upper_bytes == current.upper_bytes > current.predicted_bytes
 
 
+def test_peaks_of_all_ranks_are_judged_by_stage_and_once_for_each_layout(tmp_path):
+    def write(peaks_mb):
+        held = {str(rank): {"max_allocated_mb": peak} for rank, peak in enumerate(peaks_mb)}
+        row = {"case": "llama3_70b_l12_tp1_pp2_dp4_mbc4_cef", "model": "llama3-70b", "layer_num": 12, "real_ms": 1}
+        row["peak_memory_by_rank_mb"] = held
+        rows = [row | {"mbc": count} for count in (4, 32)]
+        (tmp_path / "b200_release_v1.2_summary.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+        return measure_gpu_memory(tmp_path)["b200"]["dense"]
+
+    peaks(tmp_path, [("gpt/a", "a100", 1, json.dumps(GPT)), ("gpt/b", "a100", 1, json.dumps(GPT))])
+    found = write([1024] * 4 + [512] * 3 + [2048])
+    assert found["peaks"] == 2
+    assert found["lowest"] == pytest.approx((1 + write([1024] * 8)["lowest"]) / 2 - 1)  # the last stage's fullest rank
+
+
 def test_a_table_without_peaks_is_refused(tmp_path):
     (tmp_path / "megatron_functional_tests.csv").write_text("recipe,flags\na,{}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="expected columns recipe, platform, flags and mem_max"):

@@ -149,9 +149,10 @@ def test_the_loss_and_deferred_gradients_are_on_the_last_stage():
     its = Parallel(pp=2, global_batch=4)
     base = memory(GPT, its)
     logits = GPT.sequence * GPT.vocabulary
+    product = 2 * (GPT.sequence * GPT.hidden + GPT.embedding_parameters)  # gradients of the input and of the weights
     for flags, expected in (
         ("--cross-entropy-loss-fusion", 4 * logits),
-        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", 0),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", product - 4 * logits),
         ("--defer-embedding-wgrad-compute", 4 * 2 * (logits + GPT.sequence * GPT.hidden)),
         ("--defer-embedding-wgrad-compute --wgrad-deferral-limit 3", 3 * 2 * (logits + GPT.sequence * GPT.hidden)),
     ):

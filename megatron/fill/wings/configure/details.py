@@ -51,14 +51,16 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
     if "--defer-embedding-wgrad-compute" in flags:
         given = _value(flags, "--wgrad-deferral-limit") or "0"
         deferred = int(given) or None if given.isdecimal() and given.isascii() else None
-    fused_loss = "--cross-entropy-loss-fusion" in flags and _value(flags, "--cross-entropy-fusion-impl") != "te"
+    fused_loss = "--cross-entropy-loss-fusion" in flags
+    engine_loss = fused_loss and _value(flags, "--cross-entropy-fusion-impl") == "te"
     return Kernels(
         transformer_engine=engine,
         flash=flash,
         fused_softmax="--no-masked-softmax-fusion" not in flags,
         turned=flash and backend != "fused" and model.latent is None,  # its heads are of two widths: cuDNN's
         masked="--no-create-attention-mask-in-dataloader" not in flags,
-        fused_loss=fused_loss,
+        fused_loss=fused_loss and not engine_loss,
+        engine_loss=engine_loss,
         accumulated=engine and "--no-gradient-accumulation-fusion" not in flags,
         deferred=deferred,
         deterministic=deterministic,

@@ -193,15 +193,19 @@ def _pass(parts: MicroBatch, layers: tuple[int, int], first: bool, last: bool, s
 def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]:
     """Return the bytes kept by the last layer norm, the output layer and the loss, and the peak in their backward pass.
 
-    Logits are kept in single precision for the loss, and their gradient replaces them in place.  BERT's head keeps the
-    inputs of its dense layer, its GELU and its norm in addition to the output layer's (Megatron-core 0.19,
-    ``models/bert/bert_lm_head.py``).
+    Logits are kept in single precision for the loss, and their gradient replaces them in place; Transformer Engine's
+    loss leaves them in the precision that they have.  BERT's head keeps the inputs of its dense layer, its GELU and its
+    norm in addition to the output layer's (Megatron-core 0.19, ``models/bert/bert_lm_head.py``).
     """
     number = its.precision.weight_bytes
     logits = model.sequence / its.cp * its.microbatch * model.vocabulary / its.tp
-    copied = number * logits if number < 4 else 0.0
-    product = (copied or 4 * logits) + size.whole + _output_gradient_bytes(model, its)
     inputs = (5 if model.word_head else 2) * size.residual
+    product = size.whole + _output_gradient_bytes(model, its)
+    if model.kernels.engine_loss:
+        kept = inputs + number * logits
+        return kept, kept + product
+    copied = number * logits if number < 4 else 0.0
+    product += copied or 4 * logits
     kept = inputs + 4 * logits
     replaced = 4 * logits if model.kernels.fused_loss else 0.0  # the loss's gradient, beside the logits
     return kept, max(kept + copied + replaced, inputs + product)
