@@ -57,6 +57,12 @@ class FillSettings(SiteSettings):
         "submit the jobs of --fill-jobs anew; without it, those that an earlier run in the same folder has "
         "submitted are not, whatever became of them",
     )
+    between: Amount = _flag(
+        0.0,
+        "after the training's end, of whatever kind, the jobs go on alone on its devices for at most this time, until "
+        "a training starts in the same run folder; needs --fill-report (default: %(default)g: they end with it)",
+        "S",
+    )
     checkpoint_seconds: Above0 = _flag(
         300.0, "how often resumable jobs are saved, so what a crash costs them at most (default: %(default)g)", "S"
     )
@@ -153,6 +159,11 @@ class FillSettings(SiteSettings):
         if path == "":
             raise ConfigError("--fill-jobs is '': expected a jobs file")
         values |= load_settings(args.fill_settings or (), tuple(cls.flags()))
+        if values["between"] and values["report"] is None:
+            raise ConfigError(
+                "--fill-between: a training that starts again ends these jobs, and finds them by its run folder; "
+                "expected --fill-report DIR with it"
+            )
         try:
             return cls(jobs=tuple(load_jobs(path)) if path is not None else (), **values)
         except ValidationError as error:

@@ -280,7 +280,7 @@ class JobRun:
             Overtime(worker.limiter.busy_s, context.gate, max(1, len(spec.cpus))),
             off=lambda: context.gate.braked or not context.control.running,
         )
-        self._energy = energy = EnergyShare(context.device.energy_j, lambda: worker.log.harvested_ns)
+        self._energy = energy = EnergyShare(context.device.energy_j, lambda: worker.log.device_ns)
         promised_bytes = self.job.work.memory_bytes or 0
         with context.memory.shared(worker.limiter, promised_bytes, worker.ask_to_shrink, worker.shrinking) as memory:
             try:

@@ -38,6 +38,8 @@ class AgentSpec(Spec):
         policy: scheduling policy, as text for ``parse_policy``.
         lease_s: time in seconds after which a silent agent's jobs go back to the queue.
         checkpoint_s: time in seconds between two checkpoints of a resumable job.
+        between_s: time in seconds for which the jobs go on after the rank's end, until another starts; 0 for none.
+        place: number of the rank on its node.
     """
 
     run_dir: str
@@ -74,3 +76,5 @@ class AgentSpec(Spec):
     metrics: MetricsSpec | None = None
     quota: Quota | None = None
     dcgm_job_mapping: str | None = None
+    between_s: float = 0.0
+    place: int = 0

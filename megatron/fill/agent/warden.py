@@ -4,6 +4,8 @@ It supervises the agent: an agent that dies is replaced, one that was stopped is
 workers leave behind are ended (orphans become children of the nearest ancestor that adopts them: the agent, or the
 warden once the agent has died).  It does nothing else, so that little in it can fail.  If it dies anyway, agent and
 workers die with it, and the rank continues to train without filling.
+
+With ``--fill-between`` it starts a keeper when its agent has ended (``megatron.fill.agent.keeper``).
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Warden:
         self.parent: int = spec["parent"]
         self.descriptors = [value for name, value in spec.items() if name.endswith("_fd")]
         self.dead: list[int] = []  # pids of earlier agents, whose jobs are to be given back
+        self._rank_fd = os.pidfd_open(self.parent) if spec.get("between_s") else None  # None: no keeper follows
         self._continue_s = continue_s
         self._ending = False
         self._pause_s = _FIRST_PAUSE_S
@@ -58,9 +61,11 @@ class Warden:
             agent, began_s = self._start(), time.monotonic()
             code = self._watch(agent)
             end_descendants()
+            if code:
+                self.dead.append(agent.pid)
             if code == 0 or self._ending:
+                self._leave_to_keeper()
                 return
-            self.dead.append(agent.pid)
             if time.monotonic() - began_s > _HEALTHY_S:
                 self._pause_s = _FIRST_PAUSE_S
             logger.warning("rank %d: its agent ended with %d; another follows in %g s", self.rank, code, self._pause_s)
@@ -77,6 +82,18 @@ class Warden:
             [sys.executable, "-m", "megatron.fill.agent.agent", str(self.spec_path), str(os.getpid()), dead],
             stdin=subprocess.DEVNULL,
             pass_fds=self.descriptors,
+        )
+
+    def _leave_to_keeper(self) -> None:
+        """Start a keeper, unless somebody has ended the warden of a rank that goes on."""
+        if self._rank_fd is None or (self._ending and not select.select([self._rank_fd], [], [], 0)[0]):
+            return
+        dead = ",".join(map(str, self.dead))
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron.fill.agent.keeper", str(self.spec_path), str(self._rank_fd), dead],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(*self.descriptors, self._rank_fd),
+            start_new_session=True,  # a launcher ends what is in its rank's
         )
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:

@@ -19,10 +19,12 @@ from typing import Any
 import megatron.fill.device.before_cuda  # noqa: F401 -- before the script imports Megatron, which looks for CUDA
 import pipefill_patches
 from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
+from megatron.fill.agent.turn import Turn
 from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
+from megatron.fill.app.handover import check_between, take_turn
 from megatron.fill.app.lastwords import collect, hand_in
 from megatron.fill.app.placing import Place, world_size
 from megatron.fill.app.reporting import report_end
@@ -77,6 +79,7 @@ class Launch:
         self.mps: MpsDaemon | None = None
         self.sandbox = RunSandbox()
         self._freed: Freed | None = None
+        self._turn: Turn | None = None
 
     def on_parse(self, args: Namespace) -> None:
         self.settings = settings = FillSettings.from_args(args)
@@ -89,6 +92,9 @@ class Launch:
                 raise ConfigError(
                     f"--fill-report {settings.report}: {error.strerror}; expected a folder that can be written"
                 ) from error
+            # A script may parse its flags twice.
+            self._turn = self._turn or take_turn(Path(settings.report))
+        check_between(settings)
         parse_policy(settings.policy)
         if settings.active and (reason := unordered()):
             raise ConfigError(f"bubbles cannot be filled or measured here: {reason}")

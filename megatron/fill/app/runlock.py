@@ -7,13 +7,11 @@ belong to the process and end when it closes any descriptor of the file, so noth
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
 import os
 import signal
-import struct
 import sys
 import time
 from contextlib import suppress
@@ -23,6 +21,7 @@ from typing import NoReturn
 from megatron.fill import untrusted
 from megatron.fill.errors import RunTaken
 from megatron.fill.folders import RUN_LOCK
+from megatron.fill.linux import recordlock
 from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.types import RankInfo
 
@@ -32,8 +31,6 @@ _DYING_S = 5.0  # a killed process releases its memory first, and then its locks
 # The server of a network file system keeps the locks of a lost node for the lease time: 90 s for NFS 4.
 _LEASE_S = 100.0
 _LOOK_S = 0.2
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # a file system without them
-_FLOCK = "hhqqi"  # struct flock of a 64-bit Linux
 
 
 class RunLock:
@@ -163,9 +160,9 @@ def _locked(path: Path, start: int, length: int, most_s: float) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # no other user may lock it
         try:
-            held = not _lock(fd, start, length)
+            held = not recordlock.lock(fd, start, length)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in recordlock.UNSUPPORTED:
                 os.close(fd)
                 raise
             logger.warning("%s cannot be locked (%s): a second training would not be noticed", path, error.strerror)
@@ -190,16 +187,6 @@ def _locked(path: Path, start: int, length: int, most_s: float) -> int:
         time.sleep(_LOOK_S)
 
 
-def _lock(fd: int, start: int, length: int) -> bool:
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
 def _unlock(fd: int, start: int, length: int) -> None:
     with suppress(OSError):
         fcntl.lockf(fd, fcntl.LOCK_UN, length, start)
@@ -211,8 +198,7 @@ class _Holder:
     def __init__(self, fd: int, start: int, length: int) -> None:
         self.rank, pid = start, 0
         with suppress(OSError):
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-            _, _, self.rank, _, pid = struct.unpack_from(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+            self.rank, pid = recordlock.holder(fd, start, length) or (start, 0)
         try:
             note = untrusted.parse_json(os.pread(fd, 4096, 0))
             self.host, self.since_s = str(note["host"]), float(note["since_s"])

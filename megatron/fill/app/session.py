@@ -184,6 +184,8 @@ class Session:
             metrics=self._metrics_spec(store),
             quota=settings.users_quota,
             dcgm_job_mapping=settings.dcgm_job_mapping,
+            between_s=settings.between,
+            place=self.info.local_rank,
         )
         agents = self.run_dir / AGENTS
         spec_path = agents / f"spec{self.info.rank}.json"
@@ -197,6 +199,8 @@ class Session:
                 stdout=log,
                 stderr=log,
                 pass_fds=(gate_fd, board_fd, control_fd, self._last_word.fd),
+                # Launchers end a rank by a signal to its group.  It stays in the session, that of the autogroup.
+                process_group=0 if settings.between else None,
             )
         os.close(gate_fd)
         os.close(board_fd)

@@ -41,7 +41,7 @@ class Used:
 
     Attributes:
         jobs: number of its jobs.
-        device_s: seconds inside steps and inside bubbles.
+        device_s: seconds inside steps, in bubbles or while no training had the device.
         running: number of those that run now, as the setting ``quota`` counts them.
         joules: their part of the devices' energy, as far as it was counted; None if it was not at all.
         cost: their price, as far as it is known; None if it is not at all.
@@ -74,10 +74,10 @@ def usage(
     as_json: Json = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
 ) -> None:
-    """Show the device time that jobs took in bubbles, their part of the devices' energy, and what it costs.
+    """Show the device time that jobs took, their part of the devices' energy, and what it costs.
 
-    The time is that inside steps and inside bubbles, of all attempts of a job; a job counts whole, and for the run that
-    had it last.  The rows add up to the total.
+    The time is that inside steps, in bubbles and between trainings, of all attempts of a job; a job counts whole, and
+    for the run that had it last.  The rows add up to the total.
     """
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other; expected one of them")

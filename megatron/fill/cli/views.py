@@ -137,7 +137,7 @@ def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
         "done": done,
         "rate": _rate(job, now_s),
         "ends": "" if left_s is None else f"{_moment(time.time() + left_s)} (in {_duration(left_s)})",
-        "in bubbles": f"{_duration(progress.harvested_s)}, {progress.steps} steps" if progress.steps else "",
+        "on devices": f"{_duration(progress.harvested_s)}, {progress.steps} steps" if progress.steps else "",
         "saved": _moment(progress.checkpoint_s),
         "submitted": _moment(job.submitted_s),
         "deadline": _moment(job.deadline_s),

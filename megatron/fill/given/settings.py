@@ -134,7 +134,7 @@ class SiteSettings(BaseModel):
     quota: UsersQuota | None = _setting(
         None,
         "{jobs: N, device_hours: H, days: D}: the most that the jobs of each user may take of the store's trainings: N "
-        "that run at a time, H hours in bubbles in D days (30); the others wait, and say so",
+        "that run at a time, H device-hours in D days (30); the others wait, and say so",
     )
     trace_iterations: Count = _setting(3, "last iterations that trace.json holds")
 

@@ -206,6 +206,11 @@ class StepLog:
     def harvested_ns(self) -> int:
         return self._count(_HARVESTED)
 
+    @property
+    def device_ns(self) -> int:
+        """The time inside steps in which the job had the device: in bubbles, and alone."""
+        return self.harvested_ns + self._count(_ALONE_NS)
+
     def leave_word(self, word: bytes) -> None:
         """Write the worker's last message, the way it ended; at most ``MOST_WORD_BYTES``."""
         self._word[: len(word)] = word

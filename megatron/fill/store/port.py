@@ -20,7 +20,7 @@ class Progress:
         unit: unit of the work.
         rate: recent work per second of wall-clock time; None if unknown.
         steps: number of steps done.
-        harvested_s: time in bubbles spent in steps.
+        harvested_s: time spent in steps, in bubbles or while no training had the device.
         checkpoint_s: time of the last save; None for never.
         resumable: True if the task reports that it can be saved and resumed elsewhere.
         startup_s: time that its current worker took until it could serve bubbles; None before that.

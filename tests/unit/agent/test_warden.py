@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.children import Child
 from tests.support.waiting import until
 
 # What stands in for the agent: it says who it is, leaves an orphan in a session of its own, and does as told.
@@ -31,10 +32,23 @@ import sys
 from megatron.fill.agent import warden
 start = warden.subprocess.Popen
 def popen(command, **kwargs):
+    if "megatron.fill.agent.keeper" in command:
+        command = [sys.executable, "-c", {keeper!r}, *command[3:]]
+        return start(command, **kwargs)
     at = command.index("megatron.fill.agent.agent")
     return start([sys.executable, "-c", {agent!r}, *command[at + 1:]], **kwargs)
 warden.subprocess.Popen = popen
 warden.main(continue_s=0.2)
+"""
+# ... and for the keeper: it says whether the rank has ended, what it was told, and in whose session it is.
+KEEPER = """
+import os, select, sys
+from pathlib import Path
+spec, rank, dead = sys.argv[1:]
+ended = select.select([int(rank)], [], [], 0)[0]
+seen = Path(spec).with_name("keeper")
+seen.with_suffix(".new").write_text(f"{bool(ended)} {dead or '-'} {os.getsid(0) == os.getpid()}")
+seen.with_suffix(".new").rename(seen)
 """
 
 
@@ -48,14 +62,19 @@ def alive(pid: int) -> bool:
 class Guarded:
     """A warden whose agents are stand-ins."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **spec: float) -> None:
         self.folder = folder
-        spec = folder / "spec0.json"
-        spec.write_text(json.dumps({"rank": 0, "parent": os.getpid(), "gate_fd": 0}))
-        self.warden = subprocess.Popen([sys.executable, "-c", WARDEN.format(agent=AGENT), str(spec)])
+        path = folder / "spec0.json"
+        path.write_text(json.dumps({"rank": 0, "parent": os.getpid(), "gate_fd": 0} | spec))
+        program = WARDEN.format(agent=AGENT, keeper=KEEPER)
+        self.warden = subprocess.Popen([sys.executable, "-c", program, str(path)])
 
     def agents(self) -> list[list[str]]:
-        path = self.folder / "agents"
+        return self.agents_in(self.folder)
+
+    @staticmethod
+    def agents_in(folder: Path) -> list[list[str]]:
+        path = folder / "agents"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def agent(self, number: int) -> tuple[int, int, str, int]:
@@ -112,3 +131,36 @@ def test_with_the_end_of_the_rank_everything_ends(guarded):
     guarded.warden.wait(15)
     assert not alive(pid)
     assert not alive(orphan)
+
+
+def test_with_the_end_of_the_training_a_keeper_follows_that_no_launcher_ends(tmp_path):
+    guarded = Guarded(tmp_path, between_s=1.0)
+    first = guarded.agent(0)[0]
+    os.kill(first, signal.SIGKILL)
+    guarded.agent(1)
+    (tmp_path / "over").touch()
+    assert guarded.warden.wait(15) == 0
+    until(lambda: (tmp_path / "keeper").exists())
+    assert (tmp_path / "keeper").read_text().split() == ["False", str(first), "True"]
+
+
+def test_none_follows_a_warden_that_was_ended_while_its_rank_goes_on(tmp_path):
+    guarded = Guarded(tmp_path, between_s=1.0)
+    guarded.agent(0)
+    guarded.warden.terminate()
+    assert guarded.warden.wait(15) == 0
+    assert not (tmp_path / "keeper").exists()
+
+
+def test_one_follows_when_the_rank_is_killed(tmp_path):
+    def trains(out: int) -> None:
+        Guarded(tmp_path, between_s=1.0).warden.wait()
+
+    rank = Child(trains)
+    try:
+        until((tmp_path / "agents").exists)
+    finally:
+        rank.end()
+    until((tmp_path / "keeper").exists)
+    agent = Guarded.agents_in(tmp_path)[0][0]
+    assert (tmp_path / "keeper").read_text().split() == ["True", agent, "True"]

@@ -282,7 +282,7 @@ class TestShow:
             "done       10/40 samples (25%)",
             "rate       0.5/s",
             "(in 1m00s)",
-            "in bubbles  3s, 7 steps",
+            "on devices 3s, 7 steps",
         ):
             assert " ".join(text.split()) in " ".join(out.split())
 

@@ -1,0 +1,170 @@
+"""The keeper: lets jobs go on between two trainings (``python -m megatron.fill.agent.keeper SPEC RANK_FD DEAD``).
+
+The warden starts it when its agent has ended, if ``--fill-between`` says so, in a session of its own.  It waits for the
+end of the rank, and then stands in for it: a gate that is always open, a board with the rank's last bubble cycle, a
+control page, and an agent.  It leaves when its time is over, when a rank of the run starts on the device
+(``megatron.fill.agent.turn``), after ``pipefill kill``, and on SIGTERM.  If it dies, the kernel ends its agent, and
+that the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.agent.spec import AgentSpec
+from megatron.fill.agent.turn import Turn
+from megatron.fill.folders import AGENTS
+from megatron.fill.linux import host
+from megatron.fill.linux.reap import end_descendants
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
+from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.gate import SharedGate
+from megatron.fill.pages.lastword import LastWord
+from megatron.fill.profiles import BubbleCycle
+
+logger = logging.getLogger("pipefill.keeper")
+
+FOLDER = "between"  # in the segment's folder: the records of the keepers' agents
+_LOOK_S = 0.1
+# Jobs are saved between bubbles; a step that does not fit before the end waits for the next bubble.
+_BUBBLE_S = 60.0
+_END_S = 15.0  # time limit for the agent to end its jobs in order
+
+
+class Keeper:
+    """Serves the jobs of one device after its rank's end.
+
+    Args:
+        spec: the spec of the rank's agent.
+        dead: pids of agents that served the rank and died.
+    """
+
+    def __init__(self, spec: AgentSpec, dead: str) -> None:
+        self.spec = spec
+        self.dead = dead
+        self._ending = False
+        self._signalled, wakeup = os.pipe()
+        os.set_blocking(self._signalled, False)
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    def end(self, number: int, frame: Any) -> None:
+        """Handle SIGTERM."""
+        self._ending = True
+
+    def run(self, rank_fd: int) -> None:
+        """Wait for the rank's end, and serve its jobs if nobody else has the device.
+
+        Args:
+            rank_fd: descriptor of the rank's process, readable once it has ended.
+        """
+        spec = self.spec
+        while not self._ending and not self._wait(3600.0, rank_fd):
+            pass
+        if self._ending or ControlPage(spec.control_fd).state is not RunState.RUNNING:
+            return
+        turn = Turn(Path(spec.run_dir), spec.place)
+        if not turn.keep():
+            logger.info("no job runs between two trainings: a rank has started already")
+            return
+        began_s = time.monotonic()
+        why = self._serve(turn, CycleBoardReader(spec.board_fd).read())
+        logger.info("jobs had the device for %.1f s between two trainings: %s", time.monotonic() - began_s, why)
+
+    def _serve(self, turn: Turn, cycle: BubbleCycle | None) -> str:
+        """Run an agent until the end; return the reason for it.  No process is left, whatever is raised."""
+        gate, board, last_word = SharedGate(), CycleBoard(), LastWord.create()
+        control = ControlPage.create(self.spec.rank)
+        if cycle is not None:
+            board.show(cycle)
+        records = Path(self.spec.records) / FOLDER
+        spec = replace(
+            self.spec,
+            records=str(records),
+            parent=os.getpid(),
+            gate_fd=gate.reader_fd(),
+            board_fd=board.reader_fd(),
+            control_fd=control.fd,
+            left_fd=last_word.fd,
+        )
+        gate.seal()
+        board.seal()
+        records.mkdir(exist_ok=True)
+        note = control.announce(Path(spec.run_dir), board.fd)
+        path = Path(spec.run_dir) / AGENTS / f"{FOLDER}{spec.rank}.json"
+        path.touch(mode=0o600)
+        path.write_text(spec.to_json(), encoding="utf-8")
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "megatron.fill.agent.agent", str(path), str(os.getpid()), self.dead],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd),
+        )
+        try:
+            return self._stay(gate, lambda: agent.poll() is not None, control, turn)
+        finally:
+            gate.end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(_END_S)
+            agent.kill()
+            agent.wait()
+            end_descendants()
+            for file in (note, path):
+                file.unlink(missing_ok=True)
+
+    def _stay(self, gate: SharedGate, gone: Callable[[], bool], control: ControlPage, turn: Turn) -> str:
+        """Keep the gate open; return the reason for the end."""
+        end_s = time.monotonic() + self.spec.between_s
+        bubble_end_s = 0.0
+        while True:
+            now_s = time.monotonic()
+            if turn.wanted:
+                return "a rank has started"
+            if now_s >= end_s:
+                return "their time is over"
+            if self._ending:
+                return "SIGTERM"
+            if gone():
+                return "their agent has ended"
+            if control.state is RunState.KILLED and control.acknowledged:
+                return "pipefill kill"
+            if now_s >= bubble_end_s:
+                gate.close(time.monotonic_ns())
+                bubble_end_s = min(end_s, now_s + _BUBBLE_S)
+                gate.open_alone(round(bubble_end_s * 1e9))
+            self._wait(min(_LOOK_S, bubble_end_s - now_s))
+
+    def _wait(self, seconds: float, *fds: int) -> bool:
+        """Sleep until a signal comes or a descriptor is readable, at most for ``seconds``; True for a descriptor."""
+        ready = select.select([self._signalled, *fds], [], [], max(0.0, seconds))[0]
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._signalled, 4096)
+        return any(fd in ready for fd in fds)
+
+
+def main() -> None:
+    spec_path, rank_fd, dead = sys.argv[1:]
+    spec = AgentSpec.from_json(Path(spec_path).read_text(encoding="utf-8"))
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
+    keeper = Keeper(spec, dead)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it reaches the wake-up descriptor
+    signal.signal(signal.SIGTERM, keeper.end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    host.ignore_notices()
+    host.yield_to_other_sessions()
+    host.adopt_orphans()
+    keeper.run(int(rank_fd))
+
+
+if __name__ == "__main__":
+    main()

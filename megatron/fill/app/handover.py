@@ -1,0 +1,48 @@
+"""The start of a rank where the jobs of an earlier training may still go on (``--fill-between``)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from megatron.fill.agent.turn import Turn
+from megatron.fill.config import FillSettings
+from megatron.fill.errors import ConfigError
+from megatron.fill.launcher import local_rank, ranks_here
+
+logger = logging.getLogger("pipefill")
+
+
+def check_between(settings: FillSettings) -> None:
+    """Refuse ``--fill-between`` where nothing can outlive a rank.
+
+    Raises:
+        ConfigError: srun has started the rank, and ends all that it leaves.
+    """
+    if settings.between and "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise ConfigError(
+            "--fill-between: SLURM ends all processes of a step with its ranks, so no job can go on; "
+            "expected torchrun, which starts ranks again within a step"
+        )
+
+
+def take_turn(run_dir: Path) -> Turn | None:
+    """Take this rank's device from jobs that go on in this run folder; called before CUDA is initialised.
+
+    Returns:
+        What the process has to keep until its end; None if there can be no such jobs.
+    """
+    rank = int(os.environ.get("RANK") or 0)
+    began_s = time.monotonic()
+    try:
+        turn = Turn(run_dir, local_rank(rank % ranks_here(int(os.environ.get("WORLD_SIZE") or 1))))
+        if turn.take():
+            logger.info("rank %d waited %.1f s for the jobs of an earlier start", rank, time.monotonic() - began_s)
+    except FileNotFoundError:  # a new run folder
+        return None
+    except OSError as error:
+        logger.warning("rank %d cannot tell whether jobs of an earlier start go on: %s", rank, error)
+        return None
+    return turn

@@ -1,0 +1,177 @@
+"""The keeper waits for its rank's end, serves until another starts or its time is over, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.agent.turn import Turn
+from megatron.fill.folders import AGENTS
+from megatron.fill.pages.control import RunState, find_pages, notes
+from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.types import BubbleKind
+from tests.support.posts import Post, post
+from tests.support.waiting import until
+
+# What stands in for the agent: it says what it sees, acts on the control page, and ends with the gate.
+AGENT = """
+import os, sys, time
+from pathlib import Path
+from megatron.fill.agent.spec import AgentSpec
+from megatron.fill.linux import host
+from megatron.fill.pages.board import CycleBoardReader
+from megatron.fill.pages.control import ControlPage
+from megatron.fill.pages.gate import SharedGateReader
+from megatron.fill.pages.watcher import ControlWatcher
+path, keeper, dead = sys.argv[1:]
+host.die_with_parent(int(keeper))
+spec = AgentSpec.from_json(Path(path).read_text())
+gate = SharedGateReader(spec.gate_fd)
+ControlWatcher(ControlPage(spec.control_fd), lambda state: None).start()
+cycle, seen = CycleBoardReader(spec.board_fd).read(), Path(spec.run_dir) / "seen"
+while (bubble := gate.wait(0)) is None and not gate.ended:
+    pass
+facts = os.getpid(), bubble and bubble.alone, cycle.period_ns, dead, Path(spec.records).name
+seen.with_suffix(".new").write_text(" ".join(map(str, facts)))
+seen.with_suffix(".new").rename(seen)
+while not gate.ended:
+    time.sleep(0.01)
+(seen.parent / "ended").touch()
+"""
+KEEPER = """
+import sys
+from megatron.fill.agent import keeper
+start = keeper.subprocess.Popen
+def popen(command, **kwargs):
+    at = command.index("megatron.fill.agent.agent")
+    return start([sys.executable, "-c", {agent!r}, *command[at + 1:]], **kwargs)
+keeper.subprocess.Popen = popen
+keeper.host.yield_to_other_sessions = lambda: None  # to those of other tests
+keeper.main()
+"""
+
+
+class Kept:
+    """A rank that only waits, and the keeper that its warden would have started."""
+
+    def __init__(self, folder: Path, bench: Post, between_s: float) -> None:
+        self.folder, self.bench = folder, bench
+        self.rank = subprocess.Popen(["sleep", "86400"])
+        rank_fd = os.pidfd_open(self.rank.pid)
+        bench.board.show(BubbleCycle(7_000, (BubbleSlot(BubbleKind.FILL, 1_000, 0),)))
+        spec = replace(bench.context.spec, between_s=between_s)
+        path = folder / AGENTS / "spec3.json"
+        path.write_text(spec.to_json(), encoding="utf-8")
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-c", KEEPER.format(agent=AGENT), str(path), str(rank_fd), "17"],
+            pass_fds=(rank_fd, spec.board_fd, spec.control_fd),
+            start_new_session=True,
+        )
+        os.close(rank_fd)
+
+    @property
+    def seen(self) -> list[str]:
+        path = self.folder / "seen"
+        return path.read_text().split() if path.exists() else []
+
+    def die(self) -> int:
+        """Kill the rank; return the pid of the agent that serves its jobs then."""
+        self.rank.kill()
+        self.rank.wait()
+        until(lambda: self.seen)
+        return int(self.seen[0])
+
+    def gone(self, agent: int) -> bool:
+        """True once neither keeper nor agent is left, nor a note of them."""
+        path = Path(f"/proc/{agent}/stat")
+        return self.keeper.wait(60) is not None and not path.exists()
+
+    @property
+    def in_order(self) -> bool:
+        return (self.folder / "ended").exists() and not notes(self.folder)
+
+
+@pytest.fixture
+def kept(tmp_path, request) -> Iterator[Kept]:
+    (tmp_path / AGENTS).mkdir()
+    with post(tmp_path) as bench:
+        made = Kept(tmp_path, bench, getattr(request, "param", 300.0))
+        yield made
+        for process in (made.rank, made.keeper):
+            process.kill()
+            process.wait()
+
+
+def test_it_waits_for_the_rank_and_then_keeps_the_gate_open_on_the_last_cycle(kept):
+    with pytest.raises(subprocess.TimeoutExpired):
+        kept.keeper.wait(1)
+    assert not kept.seen
+    kept.die()
+    assert kept.seen[1:] == ["True", "7000", "17", "between"]
+
+
+@pytest.mark.parametrize("kept", [0.5], indirect=True)
+def test_no_job_goes_on_for_longer_than_was_said(kept):
+    assert kept.gone(kept.die())  # however long its agent took to start
+    assert kept.in_order
+
+
+def test_it_leaves_when_a_rank_starts(kept):
+    agent = kept.die()
+    assert Turn(kept.folder, 0).take(leave_s=60)
+    assert kept.gone(agent)
+    assert kept.in_order
+
+
+def test_it_leaves_on_sigterm(kept):
+    agent = kept.die()
+    kept.keeper.terminate()
+    assert kept.gone(agent)
+    assert kept.in_order
+
+
+def test_it_leaves_after_pipefill_kill_and_not_before_its_agent_has_heard(kept):
+    agent = kept.die()
+    [page] = find_pages(kept.folder)
+    assert (page.rank, page.pid, page.agent) == (3, kept.keeper.pid, agent)
+    page.change(RunState.KILLED)
+    assert kept.gone(agent)
+    assert page.acknowledged
+    assert kept.in_order
+
+
+def test_with_a_keeper_that_is_killed_its_agent_dies(kept):
+    agent = kept.die()
+    kept.keeper.kill()
+    kept.keeper.wait()
+    until(lambda: not Path(f"/proc/{agent}/stat").exists(), 30)
+
+
+def test_it_ends_with_its_agent(kept):
+    agent = kept.die()
+    os.kill(agent, signal.SIGKILL)
+    assert kept.gone(agent)
+    assert not notes(kept.folder)
+
+
+@pytest.mark.parametrize("state", [RunState.PAUSED, RunState.DRAINING, RunState.KILLED])
+def test_what_an_operator_stopped_does_not_go_on_by_itself(kept, state):
+    kept.bench.control.change(state)
+    kept.rank.kill()
+    assert kept.keeper.wait(60) == 0
+    assert not kept.seen
+
+
+def test_a_rank_that_started_first_has_the_device(kept):
+    turn = Turn(kept.folder, 0)
+    assert not turn.take()
+    kept.rank.kill()
+    assert kept.keeper.wait(60) == 0
+    assert not kept.seen

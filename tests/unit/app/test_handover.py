@@ -1,0 +1,45 @@
+"""A rank that starts takes its device from the jobs of an earlier start, where there can be any."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.fill.app.handover import check_between, take_turn
+from megatron.fill.config import FillSettings
+from megatron.fill.errors import ConfigError
+from megatron.fill.folders import AGENTS
+
+BETWEEN = FillSettings(between=60.0, report="run")
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_set(monkeypatch):
+    for name in ("SLURM_STEP_ID", "SLURM_LOCALID", "TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_new_run_has_nobody_to_wait_for(tmp_path):
+    assert take_turn(tmp_path) is None
+
+
+def test_each_device_has_a_turn_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / AGENTS).mkdir()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    turn = take_turn(tmp_path)
+    assert turn is not None
+    assert turn.path.name.endswith("-3.lock")
+
+
+def test_a_folder_that_cannot_be_used_delays_nobody(tmp_path):
+    (tmp_path / AGENTS).write_text("")
+    assert take_turn(tmp_path) is None
+
+
+def test_it_is_refused_where_srun_ends_what_a_rank_leaves(monkeypatch):
+    check_between(BETWEEN)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    check_between(FillSettings())
+    with pytest.raises(ConfigError, match="expected torchrun"):
+        check_between(BETWEEN)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    check_between(BETWEEN)
