@@ -172,14 +172,14 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "held_by_interval_current": _held(current, sources, lambda row: row.recipe),
         "held_by_interval_families": _held(told, sources, lambda row: row.group),
         "quantiles": _quantiles(sources),
-        "b200": _b200(folder),
+        "b200": b200_errors(folder),
         "groups": {name: _shown(errors) for name, errors in sorted(groups.items())},
         "recipes": {name: _shown(errors) for name, errors in recipes.items()}
         | {row.recipe: row.refused for row in rows if row.refused},
     }
 
 
-def _b200(folder: Path) -> dict[str, dict[str, float]]:
+def b200_errors(folder: Path) -> dict[str, dict[str, float]]:
     """Return the errors on SimuMax's fullest ranks of each stage, by kind; trainings of other batches hold as much."""
     kinds: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(dict)
     for one in published(folder):

@@ -10,7 +10,7 @@ import pytest
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.flags import read_flags
 from scripts.benchmarks.bench_configure import LARGE, MODEL_FLAGS
-from scripts.benchmarks.configure_gpu_memory import measure_gpu_memory, read_rows
+from scripts.benchmarks.configure_gpu_memory import b200_errors, measure_gpu_memory, read_rows
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time, read_small
 from scripts.benchmarks.memory_figures import MODELS
 
@@ -88,9 +88,9 @@ def test_peaks_of_all_ranks_are_judged_by_stage_and_once_for_each_layout(tmp_pat
         row["peak_memory_by_rank_mb"] = held
         rows = [row | {"mbc": count} for count in (4, 32)]
         (tmp_path / "b200_release_v1.2_summary.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
-        return measure_gpu_memory(tmp_path)["b200"]["dense"]
+        return b200_errors(tmp_path)["dense"]
 
-    peaks(tmp_path, [("gpt/a", "a100", 1, json.dumps(GPT)), ("gpt/b", "a100", 1, json.dumps(GPT))])
+    assert b200_errors(tmp_path) == {}
     found = write([1024] * 4 + [512] * 3 + [2048])
     assert found["peaks"] == 2
     assert found["lowest"] == pytest.approx((1 + write([1024] * 8)["lowest"]) / 2 - 1)  # the last stage's fullest rank

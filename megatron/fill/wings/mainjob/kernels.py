@@ -43,8 +43,8 @@ class Kernels:
             does for more than one sample.
         masked: True if the data loader makes a causal mask for each microbatch.
         fused_loss: True for Megatron's fused cross entropy, whose gradient is not in place of the logits.
-        engine_loss: True for Transformer Engine's fused cross entropy, which takes logits in their own precision and puts
-            their gradient in their place (its ``triton/cross_entropy.py``).
+        engine_loss: True for Transformer Engine's fused cross entropy, which takes logits in their own precision and
+            puts their gradient in their place (its ``triton/cross_entropy.py``).
         accumulated: True if a product adds the gradient of its weights to the buffer itself.  Then none is made, but
             autograd wants one: Transformer Engine's ``get_dummy_wgrad`` keeps a tensor for each shape of weights.
         deferred: microbatches whose gradient of the output layer's weights waits for the end; None for all of them.
