@@ -1,10 +1,10 @@
 """The idle time of trainings: the share of wall time that has a name, and the share of long idle time that is filled.
 
 Trains the small GPT of the benchmarks on the CPU, with a side task for each rank, in seven ways (``--parts``):
-``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every tenth iteration, with a ``slow-loader``,
-with two replicas (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.
-The four ranks of two replicas would share two cores, on which nothing is idle; theirs have a smaller model, and sleep
-in passes (``own_device``).
+``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every hundredth iteration, with a
+``slow-loader``, with two replicas (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and
+their barriers.  The four ranks of two replicas would share two cores, on which nothing is idle; theirs have a smaller
+model, and sleep in passes (``own_device``).
 ``paired`` is the plain one in pairs of blocks with and without filling, for the slowdown, and ``paired-vpp`` that of
 two chunks.
 
@@ -34,7 +34,7 @@ from scripts.benchmarks.idle_causes import FILLED, causes
 from scripts.benchmarks.sidetasks import JOBS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
-OFTEN = "10"  # iterations between two saves, or evaluations
+OFTEN = "100"  # iterations between two saves, or evaluations
 _WARMUP = 5
 _SMALL = ("--hidden-size", "128")  # these flags come after the model's own
 _INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "2")
@@ -96,7 +96,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument(
-        "--iterations", type=int, default=400, help="of each training but the paired ones (default: 400)"
+        "--iterations", type=int, default=600, help="of each training but the paired ones (default: 600)"
     )
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of 10 iterations (default: 20)")
     options = parser.parse_args()

@@ -69,6 +69,21 @@ def test_is_open_and_closed_ns_follow_one_bubble(ends):
     assert reader.closed_ns(second) is None
 
 
+def test_bubbles_that_are_over_are_told_with_their_lengths(ends):
+    writer, reader = ends
+    starts_ns = {}
+    for length_ns in (10, 20, 30):
+        seq = writer.open(10**18, 0)
+        bubble = reader.wait(seq - 1)
+        assert bubble is not None
+        starts_ns[seq] = bubble.opened_ns
+        writer.close(bubble.opened_ns + length_ns)
+    writer.open(10**18, 0)
+    assert reader.over_since(1, 1 << 62) == [(2, 20), (3, 30)]
+    assert reader.over_since(0, starts_ns[2] + 20) == [(1, 10), (2, 20)]
+    assert reader.over_since(3, 1 << 62) == []
+
+
 def test_close_without_open_does_nothing(ends):
     writer, reader = ends
     writer.close(1)

@@ -26,6 +26,7 @@ class FakeGate:
         self._changed = threading.Condition()
         self._bubble: OpenBubble | None = None
         self._seq = 0
+        self._starts: dict[int, int] = {}
         self._closed: dict[int, int] = {}
         self._ended = False
         self.braked = False
@@ -36,6 +37,7 @@ class FakeGate:
             self._bubble = OpenBubble(
                 self._seq, time.monotonic_ns(), deadline_ns, free_bytes, False, tuple(ends_ns), tuple(steps_ns)
             )
+            self._starts[self._seq] = self._bubble.opened_ns
             self._changed.notify_all()
             return self._seq
 
@@ -73,6 +75,10 @@ class FakeGate:
 
     def closed_ns(self, seq: int) -> int | None:
         return self._closed.get(seq)
+
+    def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
+        starts = self._starts
+        return [(n, end - starts[n]) for n, end in self._closed.items() if n > seq and starts[n] <= end <= until_ns]
 
     @property
     def ended(self) -> bool:

@@ -91,6 +91,9 @@ class TailGate:
     def closed_ns(self, seq: int) -> int | None:
         return self._gate.closed_ns(seq)
 
+    def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
+        return []  # bubbles that the resident job was not done with
+
     @property
     def ended(self) -> bool:
         return self._gate.ended

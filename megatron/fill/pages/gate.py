@@ -13,7 +13,8 @@ Layout, in 64-bit words of the machine's byte order; times in ns of CLOCK_MONOTO
     6  phase (Phase)            7  1 while the brake is on
     8  total time that all bubbles before this one were open
     9  number of predicted ends, of which 80.. are the times, and 96.. the longest steps that they may catch
-    16..79  end of bubble n, at 16 + n % 64 (0 while it is open)
+    16..79    end of bubble n, at 16 + n % 64 (0 while it is open)
+    112..175  its start, at 112 + n % 64
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from megatron.fill.errors import GateError
 from megatron.fill.linux import futex, memfd
 
 PAGE_BYTES = 4096
-_MAGIC = 0x50495045_00000003
+_MAGIC = 0x50495045_00000004
 _FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS, _TOLD = range(10)
-_CLOSED, _CLOSED_SLOTS, _ENDS, _STEPS = 16, 64, 80, 96
+_CLOSED, _SLOTS, _ENDS, _STEPS, _STARTS = 16, 64, 80, 96, 112
 _NEVER_NS = 1 << 62
 # Timeout of every sleep: notices a signal that came just before the sleep, and waiters that were requeued elsewhere.
 LOOK_AGAIN_NS = 1_000_000_000
@@ -139,6 +140,9 @@ class GateReader(Protocol):
     def closed_ns(self, seq: int) -> int | None:
         """The end of bubble ``seq``; None while it is open."""
 
+    def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
+        """The number and the length in ns of each bubble after ``seq`` that was over by then; of the last ones only."""
+
     @property
     def ended(self) -> bool:
         """True if the training is over."""
@@ -182,12 +186,12 @@ class SharedGate:
     def _open(self, deadline_ns: int, free_bytes: int, phase: Phase) -> int:
         words = self._words
         seq = words[_SEQ] + 1
-        words[_CLOSED + seq % _CLOSED_SLOTS] = 0
+        words[_CLOSED + seq % _SLOTS] = 0
         words[_SEQ] = seq
         words[_DEADLINE] = deadline_ns
         words[_FREE] = free_bytes
         words[_PHASE] = phase
-        words[_OPENED] = time.monotonic_ns()
+        words[_OPENED] = words[_STARTS + seq % _SLOTS] = time.monotonic_ns()
         self._word[0] = (2 * seq + 1) & 0xFFFFFFFF
         self._wake()
         return seq
@@ -196,7 +200,7 @@ class SharedGate:
         if not self._word[0] & 1:
             return
         seq = self._words[_SEQ]
-        self._words[_CLOSED + seq % _CLOSED_SLOTS] = now_ns
+        self._words[_CLOSED + seq % _SLOTS] = now_ns
         self._words[_OPEN_NS] += max(0, now_ns - self._words[_OPENED])
         self._word[0] = (2 * seq + 2) & 0xFFFFFFFF
         self._wake()
@@ -276,7 +280,16 @@ class SharedGateReader:
         return self._word[0] == (2 * seq + 1) & 0xFFFFFFFF
 
     def closed_ns(self, seq: int) -> int | None:
-        return self._words[_CLOSED + seq % _CLOSED_SLOTS] or None
+        return self._words[_CLOSED + seq % _SLOTS] or None
+
+    def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
+        words, latest = self._words, self._words[_SEQ]
+        found = []
+        for number in range(max(seq + 1, latest - _SLOTS // 2), latest + 1):  # older ones are soon written over
+            start_ns, end_ns = words[_STARTS + number % _SLOTS], words[_CLOSED + number % _SLOTS]
+            if start_ns <= end_ns <= until_ns:
+                found.append((number, end_ns - start_ns))
+        return found
 
     @property
     def seq(self) -> int:

@@ -172,6 +172,10 @@ class StepLoop:
         lack = self._lack(bubble, finished)
         use = BubbleUse(bubble.seq, latency_ns, harvested_ns, overrun_ns, steps, now_ns, lack, self._held_ns)
         log.leave_bubble(use, bubble.alone)
+        if overrun_ns and self.device.preemptive:
+            for seq, length_ns in self.gate.over_since(bubble.seq, last_ns):
+                # A whole bubble in which the step went on that the end of this one had interrupted.
+                log.leave_bubble(BubbleUse(seq, -1, length_ns, 0, 0, now_ns), bubble.alone)
         self._last_end_ns = max(self._last_end_ns, last_ns)
         log.phase = WorkerPhase.ASLEEP
         return finished

@@ -53,6 +53,7 @@ class ScriptedGate:
 
     def __init__(self, clock: Clock[int]) -> None:
         self.clock, self.end_ns = clock, 0
+        self.others: dict[int, tuple[int, int]] = {}  # start and end of further bubbles, by number
 
     def wait(self, after_seq: int) -> OpenBubble | None:
         raise AssertionError("nobody sleeps here")
@@ -65,6 +66,11 @@ class ScriptedGate:
 
     def closed_ns(self, seq: int) -> int | None:
         return None if self.is_open(seq) else self.end_ns
+
+    def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
+        return [
+            (number, end - start) for number, (start, end) in self.others.items() if number > seq and end <= until_ns
+        ]
 
 
 class Switch:
@@ -119,6 +125,16 @@ def test_a_bubble_that_ends_early_stops_the_steps_and_counts_the_overrun():
     bench.bubble(9, lasts_ms=3)
     assert bench.task.calls.count("step") == 2
     assert (bench.uses[0].harvested_ns, bench.uses[0].overrun_ns) == (3 * MS, 1 * MS)
+
+
+@pytest.mark.parametrize("preemptive", [True, False])
+def test_whole_bubbles_in_which_an_interrupted_step_goes_on_are_harvested_where_it_gets_the_core(preemptive):
+    bench = Bench(20.0, 2.0, device=StepDevice(preemptive=preemptive))
+    bench.gate.others = {2: (12 * MS, 15 * MS), 3: (18 * MS, 25 * MS)}
+    bench.bubble(9)
+    uses = [(use.seq, use.harvested_ns // MS, use.overrun_ns // MS, use.steps) for use in bench.uses]
+    assert uses == [(1, 9, 11, 1)] + [(2, 3, 0, 0)] * preemptive
+    assert bench.log.record("t", 0).harvested_ns == (12 if preemptive else 9) * MS
 
 
 def test_where_overruns_may_cost_something_steps_go_on_beyond_the_deadline():

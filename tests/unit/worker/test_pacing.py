@@ -57,6 +57,9 @@ class PlayedGate:
     def closed_ns(self, seq: int) -> int | None:
         return None if self.is_open(seq) else self.ends_ns[seq]
 
+    def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
+        raise AssertionError("this device does not preempt")
+
     @property
     def ended(self) -> bool:
         return not self.left
