@@ -14,6 +14,7 @@ LOCKS = "locks"
 AGENTS = "agents"
 RECORDS = "records"
 CONTROL = "control"
+PLAN, PROFILE = "plan.json", "profile.json"  # in the job's folder, written by its worker
 RUN_LOCK = "run.lock"  # locked by the training
 PARTS = (RECORDS, AGENTS, JOBS, OUTPUT, LOCKS, CONTROL)
 PRIVATE = (AGENTS, LOCKS)  # for the training's user only

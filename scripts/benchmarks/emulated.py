@@ -174,11 +174,11 @@ class EmulatedWorker(worker.Worker):
     def device(self) -> StepDevice:
         return StepDevice(self._launches.launch, land=self._land)
 
-    def wait(self, held: SandboxedProcess) -> int:
+    def wait(self, process: SandboxedProcess) -> int:
         turns = self._launches.turns
         if turns is not None:
-            turns.serve(held.pid, self.spec.cpus, lambda: held.poll() is not None, lambda: not self.gate.shut)
-        return held.wait()
+            turns.serve(process.pid, self.spec.cpus, lambda: process.poll() is not None, lambda: not self.gate.shut)
+        return process.wait()
 
     def _land(self) -> None:
         self._launches.land()

@@ -76,7 +76,7 @@ def test_settling_waits_for_kernels():
     x = torch.randn(4096, 4096, device="cuda")
     for _ in range(50):
         x = x @ x / 64
-    cuda.settle("cuda:0")
+    cuda.synchronize("cuda:0")
     assert torch.cuda.current_stream().query()
 
 

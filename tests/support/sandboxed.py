@@ -40,7 +40,7 @@ def body():
 {become}
 host.adopt_orphans()
 held = SandboxedProcess({sandbox!r}, lambda: {prepare}, body)
-held.let_go()
+held.begin()
 code = held.wait()
 sys.exit(code if code >= 0 else 100 - code)
 """

@@ -130,7 +130,7 @@ def environment(
     return kept | LIBRARY_SETTINGS | dict(device)
 
 
-def told(job: Job, run: str, directory: Path) -> dict[str, str]:
+def job_variables(job: Job, run: str, directory: Path) -> dict[str, str]:
     """Return the variables ``PIPEFILL_*`` that describe a job to itself; zero bytes are removed.
 
     Args:

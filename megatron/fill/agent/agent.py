@@ -68,7 +68,7 @@ class Seat:
     """Serves one job after the other, in a thread of its own; any thread may read the properties.
 
     Args:
-        beside: returns the resident job, for the tail seat; None for the resident seat.
+        neighbour: returns the resident job, for the tail seat; None for the resident seat.
         idle: called when there is no job for this seat.
 
     Attributes:
@@ -80,15 +80,15 @@ class Seat:
         context: AgentContext,
         pool: WorkerPool,
         judge: Judge,
-        beside: Callable[[], Resident | None] | None = None,
+        neighbour: Callable[[], Resident | None] | None = None,
         idle: Callable[[], object] = lambda: None,
     ) -> None:
         self.context = context
         self.pool = pool
         self.judge = judge
-        self.tail = beside is not None
+        self.tail = neighbour is not None
         self.job_name = ""
-        self._beside = beside or (lambda: None)
+        self._find_neighbour = neighbour or (lambda: None)
         self._idle = idle
         self._run: JobRun | None = None
         self._has_stepped = False  # a job that has ended has done a step
@@ -126,23 +126,23 @@ class Seat:
 
     def serve(self) -> bool:
         """Run the next job, and return True; False if there is none for this seat."""
-        context, beside = self.context, self._beside()
+        context, neighbour = self.context, self._find_neighbour()
         if context.control.state is not RunState.RUNNING:
             return False
-        if self.tail and (beside is None or not context.baton.held):  # the resident job does not serve bubbles yet
+        if self.tail and (neighbour is None or not context.baton.held):  # the resident job does not serve bubbles yet
             return False
         if context.device.name != "cpu" and context.board.read() is None:
             return False  # before the first iterations, the memory that the training leaves at its peak is unknown
         quota = context.spec.quota
         most = None if quota is None else quota.jobs
-        claim = context.claims.claim(lambda store: self._wanted(store, beside), context.name, most)
+        claim = context.claims.claim(lambda store: self._wanted(store, neighbour), context.name, most)
         if claim is None:
             self._idle()
             return False
         self.job_name = claim.job.name
         context.claims.look_again()
         try:
-            self._run = JobRun(context, self.pool, self.judge, claim, beside)
+            self._run = JobRun(context, self.pool, self.judge, claim, neighbour)
             self._run.run()
         finally:
             self._has_stepped = bool(self.stepped)
@@ -152,30 +152,30 @@ class Seat:
 
     def rest(self, seconds: float) -> None:
         """Wait for ``seconds``, at most until the training is over or the resident job next to this seat changes."""
-        end_s, beside = time.monotonic() + seconds, self._neighbour
-        while not self.context.over and self._neighbour == beside and time.monotonic() < end_s:
+        end_s, neighbour = time.monotonic() + seconds, self._neighbour_now
+        while not self.context.over and self._neighbour_now == neighbour and time.monotonic() < end_s:
             time.sleep(_REST_S)
 
     @property
-    def _neighbour(self) -> tuple[Resident | None, bool]:
+    def _neighbour_now(self) -> tuple[Resident | None, bool]:
         """The resident job next to this seat, and True if it serves bubbles."""
-        beside = self._beside()
-        return beside, beside is not None and self.context.baton.held
+        neighbour = self._find_neighbour()
+        return neighbour, neighbour is not None and self.context.baton.held
 
     def may_run(self, job: Job) -> bool:
         """True if the job may run here and there is memory for it now."""
         return not refusal(job.work, self.context.spec.allow) and isinstance(self.context.limits(job), Limits)
 
-    def _wanted(self, store: JobStore, beside: Resident | None) -> Sequence[int]:
+    def _wanted(self, store: JobStore, neighbour: Resident | None) -> Sequence[int]:
         """Return the ids of the jobs to claim, best first.
 
         If there were none at the latest look, the store is asked again only after a change or ``_LOOK_AGAIN_S``.
         """
-        seen, now_s = (store.stamp(), self.context.board.version, beside), time.monotonic()
+        seen, now_s = (store.stamp(), self.context.board.version, neighbour), time.monotonic()
         if seen == self._seen and now_s - self._looked_s < _LOOK_AGAIN_S:
             return []
         store.recover()
-        wanted = self.context.ranking.wanted(store, beside)
+        wanted = self.context.ranking.wanted(store, neighbour)
         self._seen, self._looked_s = None if wanted else seen, now_s
         return wanted
 
@@ -196,7 +196,7 @@ class Agent:
         self.pool = WorkerPool(context)
         judge = Judge()
         self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
-        self.tail = Seat(context, self.pool, judge, beside=lambda: self.resident.resident)
+        self.tail = Seat(context, self.pool, judge, neighbour=lambda: self.resident.resident)
         self._live: LiveSegment | None = None
         self._metrics = None if spec.metrics is None else MetricsServer(spec.metrics)
         self.mover = Mover(name, spec.run_dir, context.ranking, self.resident.may_run)

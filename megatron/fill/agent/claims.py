@@ -153,12 +153,12 @@ class Claims:
 
         return self.ask(take)
 
-    def hold(self, held: HeldClaim) -> None:
+    def renew(self, held: HeldClaim) -> None:
         """Send heartbeats for this job from now on."""
         with self._lock:
             self._held.append(held)
 
-    def let_go(self, held: HeldClaim) -> None:
+    def stop_renewing(self, held: HeldClaim) -> None:
         with self._lock:
             self._held.remove(held)
 

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from megatron.fill.agent.admission import JobUser
 from megatron.fill.agent.ending import Ending, How
-from megatron.fill.folders import JOBS, lock_file, output_file
+from megatron.fill.folders import JOBS, PROFILE, lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.status import Cause
 from megatron.fill.store.port import Job
-from megatron.fill.worker.profiler import PROFILE
 
 logger = logging.getLogger("pipefill.agent")
 

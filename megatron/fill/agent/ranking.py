@@ -14,6 +14,7 @@ from typing import Any
 from megatron.fill import untrusted
 from megatron.fill.agent.quotas import within_quota
 from megatron.fill.errors import FillError, PlanError
+from megatron.fill.folders import PLAN
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
@@ -27,7 +28,6 @@ from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.store.queue import JobStore
 from megatron.fill.types import Quota
-from megatron.fill.worker.nodes import PLAN
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -102,13 +102,13 @@ class Ranking:
         kept = self._kept(job)
         return None if kept is None else kept.to_dict()["configurations"]
 
-    def wanted(self, store: JobStore, beside: Resident | None) -> list[int]:
+    def wanted(self, store: JobStore, neighbour: Resident | None) -> list[int]:
         """Return the ids of the waiting jobs, best first.
 
         Args:
-            beside: the resident job if the tail seat asks; None if the resident seat does.
+            neighbour: the resident job if the tail seat asks; None if the resident seat does.
         """
-        tail = beside is not None
+        tail = neighbour is not None
         waiting = may_begin(store, store.list({JobState.QUEUED}))
         if self.quota is not None:
             waiting = within_quota(store, waiting, self.quota)
@@ -119,7 +119,7 @@ class Ranking:
             return []
         for job in jobs:
             self._learn(store, job)
-        cycle = self._cycle() if beside is None else self.leftover(beside) or self._cycle()
+        cycle = self._cycle() if neighbour is None else self.leftover(neighbour) or self._cycle()
         if tail:
             room_bytes = min((slot.free_bytes for slot in cycle.slots), default=0) if cycle is not None else 0
             jobs = [job for job in jobs if self._memory_bytes(job) <= room_bytes]

@@ -27,14 +27,13 @@ from megatron.fill.agent.watch import End, JobWorker, Judge, StopRequests, progr
 from megatron.fill.agent.workers import WorkerPool, WorkerProcess, write_spec
 from megatron.fill.device.port import Limits
 from megatron.fill.device.pressure import NoRoom
-from megatron.fill.folders import output_file
+from megatron.fill.folders import PROFILE, output_file
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.profiles import MeasuredJob
 from megatron.fill.status import Cause, JobState, Status, Then, why
 from megatron.fill.store.port import Claim, Progress, Standing
 from megatron.fill.store.queue import JobStore
 from megatron.fill.types import JobRecord, WorkerRecord
-from megatron.fill.worker.profiler import PROFILE
 from megatron.fill.worker.spec import SandboxReport
 
 logger = logging.getLogger("pipefill.agent")
@@ -78,7 +77,7 @@ class JobRun:
     The seat's thread calls ``run``; any thread may use the rest in the meantime.
 
     Args:
-        beside: the resident job if this one is a tail job; None if it is itself the resident job.
+        neighbour: the resident job if this one is a tail job; None if it is itself the resident job.
 
     Attributes:
         resident: the job and its folder while it runs; None before and after.
@@ -86,13 +85,13 @@ class JobRun:
     """
 
     def __init__(
-        self, context: AgentContext, pool: WorkerPool, judge: Judge, claim: Claim, beside: Resident | None
+        self, context: AgentContext, pool: WorkerPool, judge: Judge, claim: Claim, neighbour: Resident | None
     ) -> None:
         self.context = context
         self.pool = pool
         self.judge = judge
         self.job = claim.job
-        self.beside = beside
+        self.neighbour = neighbour
         self.held = HeldClaim(claim, self.progress)
         self.resident: Resident | None = None
         self.done_at_s = math.inf
@@ -147,7 +146,7 @@ class JobRun:
 
     @property
     def _is_tail(self) -> bool:
-        return self.beside is not None
+        return self.neighbour is not None
 
     def _last_progress(self) -> Progress:
         """Return the progress of a job whose run raised an unexpected exception."""
@@ -218,8 +217,8 @@ class JobRun:
             on_failure: clean-up that comes before it if the run ends with an exception.
         """
         context, job = self.context, self.job
-        context.claims.hold(self.held)  # on a busy machine a start may take longer than a lease
-        always.callback(context.claims.let_go, self.held)
+        context.claims.renew(self.held)  # on a busy machine a start may take longer than a lease
+        always.callback(context.claims.stop_renewing, self.held)
         if context.mapping is not None:
             always.enter_context(context.mapping.shown(folder_name(job)))
         process = always.enter_context(self.pool.worker(job))
@@ -234,14 +233,14 @@ class JobRun:
         try:
             log = StepLog(log_fd)
             requests = StopRequests(context, self.held, log, self.started_ns)
-            spec = write_spec(context, job, limits, directory, limiter.environment, self.beside)
+            spec = write_spec(context, job, limits, directory, limiter.environment, self.neighbour)
             process.give(spec, log_fd)
         finally:
             os.close(log_fd)
         report = self._await_sandbox(process, requests)
         limiter.adopt(report.init, process.pid)
         on_failure.callback(limiter.kill)
-        process.let_go()
+        process.begin()
         self.pool.stand_by()
         for lacking in report.lacking:
             logger.info("job %s: %s", job.name, lacking)

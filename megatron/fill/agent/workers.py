@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.agent.admission import environment, told
+from megatron.fill.agent.admission import environment, job_variables
 from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.device.port import Limits
@@ -156,8 +156,8 @@ class WorkerProcess:
     ) -> None:
         self.name = name
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told = (str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir)
-        command = program(*os.environ.get(PROGRAM, "megatron.fill.worker.worker").split(), *told)
+        arguments = (str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir)
+        command = program(*os.environ.get(PROGRAM, "megatron.fill.worker.worker").split(), *arguments)
         try:
             with theirs:
                 self.process = subprocess.Popen(
@@ -197,7 +197,7 @@ class WorkerProcess:
         self._channel.settimeout(within_s)
         return SandboxReport.receive(self._channel)
 
-    def let_go(self) -> None:
+    def begin(self) -> None:
         """Let the job begin.
 
         Raises:
@@ -223,13 +223,13 @@ def write_spec(
     limits: Limits,
     directory: Path,
     fixed: Mapping[str, str],
-    beside: Resident | None,
+    neighbour: Resident | None,
 ) -> Path:
     """Write the spec into the job's folder, and return its path.
 
     Args:
         fixed: variables that the device needs, which the job must not change.
-        beside: the resident job if this one is a tail job.
+        neighbour: the resident job if this one is a tail job.
 
     Raises:
         OSError: it cannot be written.
@@ -244,8 +244,8 @@ def write_spec(
         baton_fd=context.baton_fd,
         environment=environment(os.environ, fixed, agent.user, directory),
         sandbox=_sandbox(context, job, limits, directory),
-        tail=beside is not None,
-        cycle=_cycle(context, beside),
+        tail=neighbour is not None,
+        cycle=_cycle(context, neighbour),
         profiles=context.ranking.profile_of(job),
         checkpoint_s=agent.checkpoint_s,
         margin_bytes=agent.margin_bytes + device.overhead_bytes,
@@ -256,7 +256,7 @@ def write_spec(
         limits=limits,
         sharing=agent.sharing,
         env={name: value for name, value in job.work.env.items() if name not in fixed}
-        | told(job, agent.run_dir, directory),
+        | job_variables(job, agent.run_dir, directory),
     )
     path = directory / "spec.json"
     safefile.write_text(path, spec.to_json(), mode=0o600)
@@ -281,6 +281,6 @@ def _sandbox(context: AgentContext, job: Job, limits: Limits, directory: Path) -
     )
 
 
-def _cycle(context: AgentContext, beside: Resident | None) -> dict[str, Any] | None:
-    left = None if beside is None else context.ranking.leftover(beside)
+def _cycle(context: AgentContext, neighbour: Resident | None) -> dict[str, Any] | None:
+    left = None if neighbour is None else context.ranking.leftover(neighbour)
     return None if left is None else cycle_to_dict(left)

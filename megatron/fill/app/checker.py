@@ -85,7 +85,7 @@ def _look(
         os._exit(0)  # in spite of threads that an import has started
 
     held = SandboxedProcess(sandbox, lambda: limit_resources(None, tasks, settings.max_files), body)
-    held.let_go()
+    held.begin()
     return held.wait()
 
 

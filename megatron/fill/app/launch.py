@@ -38,7 +38,7 @@ from megatron.fill.app.runfolder import (
     served,
     store_of,
 )
-from megatron.fill.app.runlock import RunLock, exit_together, hold
+from megatron.fill.app.runlock import RunLock, exit_together, lock_run_folder
 from megatron.fill.app.sandboxing import RunSandbox, check_flags, find_sandbox
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
@@ -157,10 +157,12 @@ class Launch:
 
             warn_of_no_ramp(args.rampup_batch_size, get_current_global_batch_size())
         # The other ranks wait in a collective, which has a timeout.
-        held = hold(settings.report or new_run_folder(), info, most_s=30.0 * args.distributed_timeout_minutes)
-        if held is None:
+        locked = lock_run_folder(
+            settings.report or new_run_folder(), info, most_s=30.0 * args.distributed_timeout_minutes
+        )
+        if locked is None:
             return
-        run_dir, self._lock = held
+        run_dir, self._lock = locked
         segment = self._prepare_run(settings, info, run_dir)
         if segment is None:
             return

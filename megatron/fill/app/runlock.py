@@ -76,7 +76,7 @@ class RunLock:
         os.close(self._fd)
 
 
-def hold(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, RunLock | None] | None:
+def lock_run_folder(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, RunLock | None] | None:
     """Lock the run folder on every rank (a collective), and return it with the lock; None if it cannot be used.
 
     Args:

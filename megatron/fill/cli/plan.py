@@ -121,7 +121,7 @@ def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms
     from megatron.fill.pipeline.bubbles import bubble_cycle
     from megatron.fill.pipeline.timeline import simulate
     from megatron.fill.pipeline.torch_csv import load_csv
-    from megatron.fill.planner.cycles import NOT_MEASURED, load_cycles
+    from megatron.fill.planner.files import NOT_MEASURED, load_cycles
 
     if schedule is not None and bubbles is None:
         its = load_csv(schedule)

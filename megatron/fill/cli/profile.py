@@ -166,10 +166,10 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
     if spec.task is None:
         raise NoSteps(spec.name)
     from megatron.fill.agent.admission import LIBRARY_SETTINGS
+    from megatron.fill.folders import PROFILE
     from megatron.fill.profiles import MeasuredJob
     from megatron.fill.untrusted import read_json
     from megatron.fill.worker.measure import NO_STEPS, MeasureSpec
-    from megatron.fill.worker.profiler import PROFILE
     from megatron.fill.worker.steptimes import STEP_TIMES, KindTimes
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:

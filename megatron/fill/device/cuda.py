@@ -121,7 +121,7 @@ def share_of(count: int, percentage: int) -> int:
     return max(_SM_GRAIN, count * percentage // 100 // _SM_GRAIN * _SM_GRAIN)
 
 
-def settle(device: str) -> None:
+def synchronize(device: str) -> None:
     """Wait until all kernels of this process have ended: only then is a step over, since launches are asynchronous."""
     torch = sys.modules.get("torch")
     if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():

@@ -12,6 +12,7 @@ from megatron.fill.errors import PlanError
 from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, NodeProfile, is_amount, whole
 
 _HEAD = re.compile(r"(\S+): (\d+) nodes do (\S+) work; a bubble's first (\d+) ns are reserved; (\d+) cycles:")
+_MAJOR = 0.1  # share of the cycle's bubble time from which on a bubble is checked for drift
 _MOST_COUNT = 1 << 50  # largest integer accepted in a plan that is read from a file
 _LINE = re.compile(r"node (\d+): (\d+(?: \d+)*)")
 
@@ -204,3 +205,23 @@ class ExecutionPlan:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an execution plan: {type(error).__name__}: {error}") from error
+
+
+def drifted(planned: BubbleCycle, measured: BubbleCycle, tolerance: float = 0.2) -> bool:
+    """True if a plan for the cycle ``planned`` should be replaced by one for the cycle ``measured``.
+
+    That is so if the number or the kinds of the bubbles differ, if a bubble's free memory has fallen by more than the
+    share ``tolerance``, or if the period, the bubble time, or a bubble with at least a tenth of it has changed by more
+    than that share.
+    """
+    if [slot.kind for slot in planned.slots] != [slot.kind for slot in measured.slots]:
+        return True
+    pairs = list(zip(planned.slots, measured.slots, strict=True))
+    if any(new.free_bytes < (1 - tolerance) * old.free_bytes for old, new in pairs):
+        return True
+    times = [(planned.period_ns, measured.period_ns), (planned.bubble_ns, measured.bubble_ns)]
+    major_ns = _MAJOR * max(planned.bubble_ns, measured.bubble_ns)
+    times += [
+        (old.duration_ns, new.duration_ns) for old, new in pairs if max(old.duration_ns, new.duration_ns) >= major_ns
+    ]
+    return any(abs(new - old) > tolerance * old for old, new in times)

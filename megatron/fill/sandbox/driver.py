@@ -104,7 +104,7 @@ def _behind(sandbox: Sandbox | None, library: str) -> str:
             os.waitpid(child, 0)
         else:
             held = SandboxedProcess(sandbox, lambda: None, start)
-            held.let_go()
+            held.begin()
             held.wait()
     except SandboxError as error:
         return str(error)

@@ -37,14 +37,14 @@ _READ_BYTES = 1 << 16
 
 
 class SandboxedProcess:
-    """A sandboxed job, which waits for ``let_go``.
+    """A sandboxed job, which waits for ``begin``.
 
     The caller must have a single thread, and must adopt orphans (``host.adopt_orphans``).
 
     Args:
         sandbox: sandbox of the job.
         prepare: called in the job's process before it gives up its powers (limits, priority).
-        body: code of the job, called after ``let_go`` in the complete sandbox.  Its process ends when it returns.
+        body: code of the job, called after ``begin`` in the complete sandbox.  Its process ends when it returns.
 
     Attributes:
         init: pid of the first process inside, as seen from outside.
@@ -79,7 +79,7 @@ class SandboxedProcess:
         self.lacking: list[str] = self._expect("lacking")
         self.pid = _only_child(self.init)
 
-    def let_go(self) -> None:
+    def begin(self) -> None:
         """Let the job begin."""
         os.write(self._go_w, b"x")
 

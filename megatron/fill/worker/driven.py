@@ -211,7 +211,7 @@ class _Workload:
         self._hold()
         self.task.run_gpu_workload()
         self._busy = True
-        cuda.settle(self.task.context.device)
+        cuda.synchronize(self.task.context.device)
         self.tell(state="ended")
         self._read()
 
@@ -233,7 +233,7 @@ class _Workload:
         if self._wanted and not self._busy:
             self._busy = True
             self.task.pause()
-            cuda.settle(self.task.context.device)
+            cuda.synchronize(self.task.context.device)
             self._hold()
 
     def _hold(self) -> None:

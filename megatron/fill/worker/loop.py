@@ -220,7 +220,7 @@ class StepLoop:
             except StopIteration:
                 return True, first_ns, end_ns, spent_ns, steps
             finally:
-                device.settle()
+                device.synchronize()
                 ended_ns = clock()
                 device.land()
             end_ns, took_ns = ended_ns, ended_ns - start_ns

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.fill.device import cuda
 from megatron.fill.device.meter import fingerprint, meter
 from megatron.fill.errors import FillError, TaskError
+from megatron.fill.folders import PROFILE
 from megatron.fill.linux import host
 from megatron.fill.linux.files import write_text
 from megatron.fill.sidetask.base import TaskContext
@@ -23,7 +24,7 @@ from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.spec import Spec
 from megatron.fill.untrusted import to_json
 from megatron.fill.work import Work
-from megatron.fill.worker.profiler import PROFILE, MeasuringMachine, Profiler, write_profile
+from megatron.fill.worker.profiler import MeasuringMachine, Profiler, write_profile
 from megatron.fill.worker.steptimes import measure_steps, write_step_times
 
 NO_STEPS = 3  # exit status

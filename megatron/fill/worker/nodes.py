@@ -12,12 +12,12 @@ from typing import Any
 
 from megatron.fill.device.meter import fingerprint, meter, resident_bytes
 from megatron.fill.errors import PlanError, StaleProfile
+from megatron.fill.folders import PLAN
 from megatron.fill.linux.files import write_text
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.planner.cycles import drifted
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
-from megatron.fill.planner.plan import ExecutionPlan
+from megatron.fill.planner.plan import ExecutionPlan, drifted
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, cycle_from_dict
 from megatron.fill.sidetask.base import TaskContext
@@ -29,7 +29,6 @@ from megatron.fill.worker.spec import WorkerSpec
 
 logger = logging.getLogger("pipefill.plan")
 
-PLAN = "plan.json"  # in the job's folder, next to plan.txt
 _LOOK_AGAIN_S = 0.5  # between two looks for the first cycle of a run
 _WORTH_CHANGING = 1.2  # least ratio of work per cycle for changing the configuration, which splits the model again
 

@@ -49,14 +49,14 @@ class StepDevice:
 
     Attributes:
         launch: called before every step, and when the device is taken.
-        settle: waits until the device has done all work that was launched; a step ends then.
+        synchronize: waits until the device has done all work that was launched; a step ends then.
         land: undoes ``launch``; called after every step, once the time of its end is known.
         preemptive: the training takes the device back at the end of a bubble, so the duration of a step or pause that
             the end interrupts is not a measurement.
     """
 
     launch: Callable[[], None] = _nothing
-    settle: Callable[[], None] = _nothing
+    synchronize: Callable[[], None] = _nothing
     land: Callable[[], None] = _nothing
     preemptive: bool = False
 
@@ -179,13 +179,13 @@ class Pacer:
         waited_ns = self._clock() - began_ns
         if bubble is None:
             yield Turn()
-            self._device.settle()
+            self._device.synchronize()
             return
         self._device.launch()
         try:
             with self._paced(bubble) as turn:
                 yield turn
-                self._device.settle()
+                self._device.synchronize()
         finally:
             if self._taken:
                 self._give_back()
@@ -234,7 +234,7 @@ class Pacer:
             return
         self._rings = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self._device.settle()
+        self._device.synchronize()
         self._give_back()
         since_ns = self._clock()
         try:

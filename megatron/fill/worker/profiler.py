@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.fill.device.meter import Meter
 from megatron.fill.errors import TaskError
+from megatron.fill.folders import PROFILE
 from megatron.fill.linux.files import write_text
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.sidetask.base import TaskContext
@@ -22,7 +23,6 @@ from megatron.fill.worker.pacing import TakesTurn, at_once
 
 logger = logging.getLogger("pipefill.profile")
 
-PROFILE = "profile.json"  # in the job's folder
 _PASSES = 4  # number of passes over a job's nodes in each configuration; the first one warms up
 
 

@@ -83,25 +83,25 @@ class Worker:
         self._stop = False
         signal.signal(signal.SIGTERM, self._on_term)
 
-    def hold(self) -> int:
+    def run(self) -> int:
         """Start the job in its sandbox, wait until it has ended, and return its exit code."""
         if self.spec.work.command is not None:
             self._run_command().leave(self.log)
             return 0
-        held = start_sandboxed(self.spec, self.channel, self._inside)
+        process = start_sandboxed(self.spec, self.channel, self._inside)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the task handles it
-        return self.wait(held)
+        return self.wait(process)
 
-    def wait(self, held: SandboxedProcess) -> int:
+    def wait(self, process: SandboxedProcess) -> int:
         """Wait for the end of the task's process; return its exit code."""
-        return held.wait()
+        return process.wait()
 
     def device(self) -> StepDevice:
         """The device as the task's steps use it."""
         if self.spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
 
-            return StepDevice(settle=partial(cuda.settle, self.spec.device))
+            return StepDevice(synchronize=partial(cuda.synchronize, self.spec.device))
         return StepDevice(preemptive=self.spec.device == "cpu")
 
     def _inside(self) -> None:
@@ -154,18 +154,18 @@ def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[],
         body()
 
     try:
-        held = SandboxedProcess(spec.sandbox, prepare, run)
+        process = SandboxedProcess(spec.sandbox, prepare, run)
     except SandboxError as error:
         SandboxReport(error=str(error)).send(channel)
         sys.exit(1)
-    SandboxReport(held.init, held.pid, tuple(held.lacking)).send(channel)
+    SandboxReport(process.init, process.pid, tuple(process.lacking)).send(channel)
     wanted = channel.recv(1)
     channel.close()
     if not wanted:
-        held.kill()
+        process.kill()
         sys.exit(1)
-    held.let_go()
-    return held
+    process.begin()
+    return process
 
 
 class TaskRun:
@@ -368,7 +368,7 @@ def run(
     spec = WorkerSpec.from_json(Path(os.fsdecode(path)).read_text(encoding="utf-8"))
     os.environ.clear()
     os.environ.update(spec.environment)
-    code = kind(spec, fds[0], channel).hold()
+    code = kind(spec, fds[0], channel).run()
     end_descendants()  # without a process namespace, processes of the job may have become children of this one
     _end_as(code)
 

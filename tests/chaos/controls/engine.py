@@ -208,7 +208,7 @@ def _try(world: World, attack: Attack, control: Control, walls: Collection[Wall]
         world.init, world.job = sandboxed.init, sandboxed.pid
         if control.proof is not None and (seen := control.proof(world)):
             return Tried("error", f"before the attack there is: {seen}")
-        sandboxed.let_go()
+        sandboxed.begin()
         ready, _, _ = select.select([read_fd], [], [], control.within_s)
         data = os.read(read_fd, _READ_BYTES) if ready else None
         if data is None:

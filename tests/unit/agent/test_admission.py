@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent.admission import JobUser, check_reach, default_user, environment, find_user, refusal, told
+from megatron.fill.agent.admission import (
+    JobUser,
+    check_reach,
+    default_user,
+    environment,
+    find_user,
+    job_variables,
+    refusal,
+)
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.host import apply_environment
 from megatron.fill.work import Work
@@ -58,7 +66,7 @@ def test_another_user_is_at_home_elsewhere():
 
 def test_a_job_is_told_who_it_is():
     job: Any = SimpleNamespace(name="sweep-3", id=17, attempt=2, work=Work(array=(3, 8)))
-    assert told(job, "/runs/first", Path("/runs/first/jobs/sweep-3-17")) == {
+    assert job_variables(job, "/runs/first", Path("/runs/first/jobs/sweep-3-17")) == {
         "PIPEFILL_JOB": "sweep-3",
         "PIPEFILL_JOB_ID": "17",
         "PIPEFILL_INDEX": "3",
@@ -68,13 +76,13 @@ def test_a_job_is_told_who_it_is():
         "PIPEFILL_DIRECTORY": "/runs/first/jobs/sweep-3-17",
     }
     job.work = Work()  # of a job without a count
-    alone = told(job, "/runs/first", Path("/runs/first/jobs/sweep-3-17"))
+    alone = job_variables(job, "/runs/first", Path("/runs/first/jobs/sweep-3-17"))
     assert (alone["PIPEFILL_INDEX"], alone["PIPEFILL_COUNT"]) == ("0", "1")
 
 
 def test_a_name_that_no_variable_can_hold_does_not_keep_a_job_from_starting():
     job: Any = SimpleNamespace(name="a\0\r\n\x1b[2J", id=17, attempt=2, work=Work())
-    alone = told(job, "/runs/first", Path("/runs/first/jobs/17"))
+    alone = job_variables(job, "/runs/first", Path("/runs/first/jobs/17"))
     apply_environment(alone)
     assert os.environ["PIPEFILL_JOB"] == "a\r\n\x1b[2J"
     for name in alone:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent.ranking import Ranking, Resident
+from megatron.fill.folders import PLAN
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS
 from megatron.fill.planner.plan import ExecutionPlan
@@ -21,7 +22,6 @@ from megatron.fill.status import Cause, Status
 from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.types import BubbleKind, JobState, Quota
 from megatron.fill.work import NewJob, Work
-from megatron.fill.worker.nodes import PLAN
 from tests.support.memory_store import MemoryStore
 
 MS = 1_000_000

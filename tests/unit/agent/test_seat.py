@@ -98,7 +98,7 @@ def test_a_failure_is_counted_in_what_the_store_hears(bench, monkeypatch):
 def test_an_empty_tail_seat_looks_again_once_the_job_beside_it_serves(bench):
     job = bench.submit(**LONG)
     besides: list[Resident | None] = [None]
-    tail = Seat(bench.context, bench.pool, bench.judge, beside=lambda: besides[0])
+    tail = Seat(bench.context, bench.pool, bench.judge, neighbour=lambda: besides[0])
     for change in (lambda: besides.__setitem__(0, Resident(job, bench.folder)), bench.context.baton.hold):
         resting = threading.Thread(target=tail.rest, args=(600.0,))
         resting.start()
@@ -172,7 +172,7 @@ def broken(*args: object, **more: object) -> None:
         (CpuDevice, "limiter"),
         (HostLimiter, "adopt"),
         (WorkerProcess, "give"),
-        (WorkerProcess, "let_go"),
+        (WorkerProcess, "begin"),
         (run_module, "create_log"),
         (run_module, "StepLog"),
         (run_module, "BoundedOutput"),
@@ -277,7 +277,7 @@ def test_nothing_is_taken_while_filling_is_off_nor_by_a_tail_without_a_resident_
     bench.control.change(RunState.PAUSED)
     assert not bench.seat().serve()
     bench.control.change(RunState.RUNNING)
-    tail = type(bench.seat())(bench.context, bench.pool, bench.judge, beside=lambda: None)
+    tail = type(bench.seat())(bench.context, bench.pool, bench.judge, neighbour=lambda: None)
     assert not tail.serve()
     assert bench.store.get(job.id).state is JobState.QUEUED
     assert (str(tail), tail.busy_until_s, tail.resident) == ("tail job", None, None)

@@ -99,7 +99,7 @@ def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
     assert report is not None
     assert not report.error
     assert worker.alive
-    worker.let_go()
+    worker.begin()
     pages.gate.open(1 << 62, 0)
     said, _ = worker.process.communicate(timeout=WITHIN_S)
     outcome = Outcome.left(pages.log)
@@ -118,7 +118,7 @@ def test_a_training_of_the_benchmarks_has_a_program_of_its_own_for_it(tmp_path, 
     (tmp_path / "steps.py").write_text(STEP)
     worker.give(pages.spec(tmp_path, Work("steps:Step", search=(str(tmp_path),))), pages.log_fd)
     assert worker.sandbox_report(WITHIN_S) is not None
-    worker.let_go()
+    worker.begin()
     pages.gate.open_alone(time.monotonic_ns() + 10**12)
     said, _ = worker.process.communicate(timeout=WITHIN_S)
     outcome = Outcome.left(pages.log)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app import runlock
-from megatron.fill.app.runlock import RunLock, hold
+from megatron.fill.app.runlock import RunLock, lock_run_folder
 from megatron.fill.attached import Attached
 from megatron.fill.errors import RunTaken
 from megatron.fill.folders import RUN_LOCK
@@ -139,7 +139,7 @@ def test_a_note_that_says_nothing_still_refuses(tmp_path, child):
 def test_a_folder_that_cannot_be_made_is_no_reason_not_to_train(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     info = RankInfo(0, 1, 0, 1, 0, 1, 0, 1)
-    assert hold(str(tmp_path / "file" / "run"), info) is None
+    assert lock_run_folder(str(tmp_path / "file" / "run"), info) is None
     assert "cannot be used, so nothing is filled" in caplog.text
 
 
@@ -183,7 +183,7 @@ def ranks(tmp_path: Path, body: Callable[[RankInfo], str]) -> list[str]:
 
 def said(run: str, info: RankInfo) -> str:
     try:
-        held = hold(run, info)
+        held = lock_run_folder(run, info)
     except RunTaken as error:
         return f"refused: {error}"
     return "" if held is None else f"held {held[0].name}"

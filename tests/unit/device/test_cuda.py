@@ -250,9 +250,9 @@ def test_a_device_is_opened_by_its_name():
         open_device("cuda:0", Sharing.MPS)
 
 
-def test_without_torch_there_is_nothing_to_settle(monkeypatch):
+def test_without_torch_there_is_nothing_to_wait_for(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    cuda.settle("cuda:0")
+    cuda.synchronize("cuda:0")
 
 
 class GreenContext:
@@ -324,11 +324,11 @@ def test_settling_waits_for_the_device_if_it_is_in_use(monkeypatch):
     torch = types.ModuleType("torch")
     torch.cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=waited.append)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", torch)
-    cuda.settle("cpu")
-    cuda.settle("cuda:0")
+    cuda.synchronize("cpu")
+    cuda.synchronize("cuda:0")
     assert waited == ["cuda:0"]
     torch.cuda.is_initialized = lambda: False
-    cuda.settle("cuda:0")
+    cuda.synchronize("cuda:0")
     assert waited == ["cuda:0"]
 
 

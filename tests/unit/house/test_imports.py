@@ -50,8 +50,8 @@ RULES: dict[str, set[str]] = {
     "operate": {"errors", "linux", "pages", "records", "spec", "store", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
-        *("device", "display", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
-        *("status", "types", "untrusted", "work"),
+        *("device", "display", "errors", "folders", "linux", "pages", "planner", "profiles", "sandbox", "sidetask"),
+        *("spec", "status", "types", "untrusted", "work"),
     },
     "agent": {
         *("device", "display", "errors", "folders", "linux", "operate", "pages", "planner", "profiles", "records"),
@@ -276,6 +276,14 @@ def test_torch_free_modules_import_without_torch():
     command = [sys.executable, "-c", IMPORT_EACH, *TORCH_FREE]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [], done.stderr
+
+
+@pytest.mark.parametrize("module", ["agent.agent", "worker.worker", "worker.nodes", "rank.relay"])
+def test_what_starts_on_the_training_s_cores_imports_no_library_that_it_does_not_need(module):
+    heavy = {"pydantic", "rich", "typer", "yaml"}
+    code = f"import sys; import megatron.fill.{module}; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 # Runs inside the job's own process, or writes only: what a job does to these it does to itself.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.planner.cycles import drifted, load_cycles
+from megatron.fill.planner.files import load_cycles
+from megatron.fill.planner.plan import drifted
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, cycle_from_dict, cycle_to_dict
 from megatron.fill.report.cycle import write_cycles
 from megatron.fill.report.schema import RankCycle

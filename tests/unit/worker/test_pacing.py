@@ -81,7 +81,7 @@ class Bench:
         self.pages = StepPages(self.gate, self.log, self.baton, self.control)  # type: ignore[arg-type]
         device = StepDevice(
             launch=lambda: self.said.append("launch"),
-            settle=lambda: self.said.append("settle"),
+            synchronize=lambda: self.said.append("synchronize"),
             land=lambda: self.said.append("land"),
         )
         self.pacer = Pacer(self.pages, lambda: self.stop, device, self.gate.clock)
@@ -114,8 +114,8 @@ def test_a_turn_begins_in_one_of_the_longest_bubbles(monkeypatch):
         assert bench.gate.bubble.seq == 18
     passed = [f"pass {seq}" for seq in range(1, 16)]
     assert bench.said == [
-        *("hold", *passed, "launch", "settle", "land", "pass 16"),
-        *("hold", "pass 17", "launch", "settle", "land", "pass 18"),
+        *("hold", *passed, "launch", "synchronize", "land", "pass 16"),
+        *("hold", "pass 17", "launch", "synchronize", "land", "pass 18"),
     ]
 
 
@@ -150,7 +150,7 @@ def test_it_is_held_from_the_end_of_its_bubble_to_the_next_one(monkeypatch):
     assert begun == [16, 16, 16, 16, 17, 18]
     assert (turn.bubbles, turn.late_ns, turn.held_ns) == (4, 4 * MS, 300 * MS)
     held = ["land", "pass 16", "launch", "land", "pass 17", "launch", "land", "pass 18", "launch"]
-    assert bench.said == [*held, "settle", "land", "pass 19"]
+    assert bench.said == [*held, "synchronize", "land", "pass 19"]
 
 
 def test_a_signal_that_comes_while_one_is_looked_after_does_nothing(monkeypatch):
@@ -214,7 +214,7 @@ def test_when_asked_to_stop_a_start_is_given_up_and_a_copy_of_the_state_is_not(m
         raise AssertionError("it must not begin")
     with bench.pacer.turn("state_dict()", must=True) as turn:
         pass
-    assert bench.said == ["hold", "hold", "settle"]
+    assert bench.said == ["hold", "hold", "synchronize"]
     assert turn.held_ns == 0
     bench.stop = False
 
@@ -233,21 +233,21 @@ def test_what_does_not_use_the_device_is_not_held(monkeypatch):
     with bench.pacer.turn("init()") as turn:
         bench.said.clear()
         with bench.pacer.aside():
-            assert bench.said == ["settle", "land", "pass 16"]
+            assert bench.said == ["synchronize", "land", "pass 16"]
             assert bench.run(500) == [16]  # nothing rings
         assert bench.said[3:] == ["launch"]
         assert bench.run(5, 1) == [17, 18]  # from here on it is held again
     assert (turn.bubbles, turn.late_ns) == (3, 1 * MS)
     with bench.pacer.aside():
         pass
-    assert bench.said[4:] == ["land", "pass 17", "launch", "settle", "land", "pass 18"]
+    assert bench.said[4:] == ["land", "pass 17", "launch", "synchronize", "land", "pass 18"]
 
 
 def test_once_the_main_job_is_over_nothing_is_waited_for(monkeypatch):
     bench = Bench(monkeypatch, [])
     with bench.pacer.turn("init()") as turn:
         pass
-    assert (turn.bubbles, bench.said) == (1, ["hold", "settle"])
+    assert (turn.bubbles, bench.said) == (1, ["hold", "synchronize"])
 
 
 def test_the_timer_rings_and_its_handler_goes_away():
