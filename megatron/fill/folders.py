@@ -15,6 +15,7 @@ AGENTS = "agents"
 RECORDS = "records"
 CONTROL = "control"
 PLAN, PROFILE = "plan.json", "profile.json"  # in the job's folder, written by its worker
+BETWEEN = "between"  # in a segment's folder: the records of what jobs did after it, until the next one
 RUN_LOCK = "run.lock"  # locked by the training
 PARTS = (RECORDS, AGENTS, JOBS, OUTPUT, LOCKS, CONTROL)
 PRIVATE = (AGENTS, LOCKS)  # for the training's user only

@@ -55,6 +55,10 @@ def test_jobs_go_on_until_the_ranks_are_back_and_the_losses_stay_the_same(tmp_pa
         go_on(first, 1)
         trained = second.end()
         assert {number: trained.losses[number] for number in expected} == expected
+        segment = trained.report["segments"][0]
+        assert segment["ending"] == "failed"
+        assert segment["between_steps"] >= 20
+        assert 0 < segment["between_s"] < segment["between_steps"]
         go_on(first, 1)
         subprocess.run([*CLI, "kill", str(folder / "run")], check=True, stdout=subprocess.DEVNULL)
         until(lambda: not processes(str(folder)), 20)

@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.turn import Turn
-from megatron.fill.folders import AGENTS
+from megatron.fill.folders import AGENTS, BETWEEN
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
@@ -35,7 +35,6 @@ from megatron.fill.profiles import BubbleCycle
 
 logger = logging.getLogger("pipefill.keeper")
 
-FOLDER = "between"  # in the segment's folder: the records of the keepers' agents
 _LOOK_S = 0.1
 # Jobs are saved between bubbles; a step that does not fit before the end waits for the next bubble.
 _BUBBLE_S = 60.0
@@ -88,7 +87,7 @@ class Keeper:
         control = ControlPage.create(self.spec.rank)
         if cycle is not None:
             board.show(cycle)
-        records = Path(self.spec.records) / FOLDER
+        records = Path(self.spec.records) / BETWEEN
         spec = replace(
             self.spec,
             records=str(records),
@@ -102,7 +101,7 @@ class Keeper:
         board.seal()
         records.mkdir(exist_ok=True)
         note = control.announce(Path(spec.run_dir), board.fd)
-        path = Path(spec.run_dir) / AGENTS / f"{FOLDER}{spec.rank}.json"
+        path = Path(spec.run_dir) / AGENTS / f"{BETWEEN}{spec.rank}.json"
         path.touch(mode=0o600)
         path.write_text(spec.to_json(), encoding="utf-8")
         agent = subprocess.Popen(

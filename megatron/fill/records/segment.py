@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from megatron.fill.errors import FillError
-from megatron.fill.folders import RECORDS
+from megatron.fill.folders import BETWEEN, RECORDS
 from megatron.fill.linux.files import replacing
 from megatron.fill.records.agent import Attempts, read_agent
 from megatron.fill.records.files import NothingRecorded, head, note, read_lines
@@ -91,6 +91,10 @@ class Segment:
         for rank, more in (unwritten or {}).items():
             found.setdefault(rank, RankFiles()).add(more)
         return dict(sorted(found.items()))
+
+    def between(self) -> dict[int, RankFiles]:
+        """Return the files of the agents that served jobs after its end, without a training, ascending by rank."""
+        return replace(self, folder=self.folder / BETWEEN).files()
 
     def records(self) -> Iterator[RankRecord]:
         """Yield the records of all ranks that left one, ascending by rank; one at a time, since they may be large.

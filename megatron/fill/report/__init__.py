@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.fill.errors import FillError
@@ -103,9 +104,11 @@ def compose(
     jobs: list[tuple[int, JobRecord]] = []
     for rank in sorted(set().union(*files.values())):
         builder.add(_parts({number: its[rank] for number, its in files.items() if rank in its}, jobs))
+    between = {segment.number: _between(segment) for segment in segments}
+    jobs += [(number, job) for number, its in between.items() for job in its]
     if builder.empty:
         raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
-    report = builder.report(segments, job_reports(segments, jobs, ask), prices, left)
+    report = builder.report(segments, job_reports(segments, jobs, ask), prices, left, between)
     try:
         write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
         ranks, workers = _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
@@ -139,6 +142,12 @@ def _parts(files: Mapping[int, RankFiles], jobs: list[tuple[int, JobRecord]]) ->
             if record.lost_until:
                 unknown = f"its record up to iteration {record.lost_until} was deleted"
             yield Part(number, record, [worker for _, worker in attempts], unknown)
+
+
+def _between(segment: Segment) -> list[JobRecord]:
+    """Return the records of what jobs did after a segment, without a training; their harvest is all time in steps."""
+    attempts = [one for its in segment.between().values() for one in its.attempts(steps=False)]
+    return [replace(job, harvested_s=worker.alone_ns / 1e9) for job, worker in attempts]
 
 
 def _draw(

@@ -34,7 +34,7 @@ from megatron.fill.report.seen import Seen, seen
 from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.tally import MeanIterations, Tally
 from megatron.fill.report.timers import timers
-from megatron.fill.types import BrakeEvent, Iteration, Prices, RankInfo, RankRecord, WorkerRecord
+from megatron.fill.types import BrakeEvent, Iteration, JobRecord, Prices, RankInfo, RankRecord, WorkerRecord
 
 _S, _MS = 1e9, 1e6  # nanoseconds
 
@@ -130,6 +130,7 @@ class ReportBuilder:
         jobs: Sequence[JobReport],
         prices: Prices | None = None,
         unwritten: Mapping[int, Mapping[int, Unwritten]] | None = None,
+        between: Mapping[int, Sequence[JobRecord]] | None = None,
     ) -> Report:
         """Return the report of all ranks added so far.
 
@@ -138,6 +139,7 @@ class ReportBuilder:
             jobs: the report of each job.
             prices: used instead of the prices that the run was started with.
             unwritten: added records that are in no file, by segment and rank.
+            between: records of the jobs after a segment, without a training, by segment.
         """
         units = {job.name: job.unit for job in jobs}
         total = _with_units(self._total.totals(), units)
@@ -160,7 +162,12 @@ class ReportBuilder:
         accounts = account(segments, records)
         return Report(
             command=last.command if last else "",
-            segments=[self._segment(segment, (unwritten or {}).get(segment.number, {})) for segment in segments],
+            segments=[
+                self._segment(
+                    segment, (unwritten or {}).get(segment.number, {}), (between or {}).get(segment.number, ())
+                )
+                for segment in segments
+            ],
             summary=summary,
             ranks=[_with_units(rank, units) for rank in self._ranks],
             stages=[
@@ -198,7 +205,9 @@ class ReportBuilder:
             before += sums.blocks + sums.blocks % 2
         return found
 
-    def _segment(self, segment: Segment, unwritten: Mapping[int, Unwritten]) -> SegmentReport:
+    def _segment(
+        self, segment: Segment, unwritten: Mapping[int, Unwritten], between: Sequence[JobRecord]
+    ) -> SegmentReport:
         sums = self.segments.get(segment.number, SegmentSums())
         return SegmentReport(
             number=segment.number,
@@ -217,6 +226,8 @@ class ReportBuilder:
             lost_until=sums.lost_until or None,
             unwritten=sorted(unwritten),
             cut=sorted(rank for rank, its in unwritten.items() if its.cut),
+            between_s=sum(job.harvested_s for job in between),
+            between_steps=sum(job.steps for job in between),
         )
 
 

@@ -29,7 +29,7 @@ _REMEDIES = {
     "save": "--async-save; a higher --save-interval",
     "evaluation wait": _BUBBLES,
     "logging": "a higher --log-interval",
-    GAP: "a shorter requeue",
+    GAP: "--fill-between; a shorter requeue",
 }
 
 

@@ -196,7 +196,7 @@ class AttemptReport(_Model):
     )
     work_done: float = Field(description="work done in it, in the job's unit")
     steps: int = Field(description="steps done in it")
-    harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
+    harvested_s: float = Field(description="seconds inside its steps, in bubbles or between trainings")
 
 
 class JobReport(JobSummary):
@@ -205,7 +205,7 @@ class JobReport(JobSummary):
     what: str = Field(description="module:Class, or the command line")
     rank: int | None = Field(description="the rank whose bubbles it ran in; null if it never started")
     steps: int = Field(description="steps done")
-    harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
+    harvested_s: float = Field(description="seconds inside its steps, in bubbles or between trainings")
     rate: float | None = Field(description="work_done / harvested_s")
     total_work: float | None = Field(description="amount of work in all; null if the task did not report it")
     side_throughput: float | None = Field(
@@ -295,6 +295,10 @@ class SegmentReport(_Model):
     )
     unwritten: list[int] = Field(default=[], description="ranks with records in this report that are in no file")
     cut: list[int] = Field(default=[], description="ranks of unwritten with more records than memory could hold")
+    between_s: float = Field(
+        default=0.0, description="seconds inside steps of jobs after it, on its devices, without a training"
+    )
+    between_steps: int = Field(default=0, description="number of these steps")
 
 
 class NamedTime(_Model):

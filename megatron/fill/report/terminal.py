@@ -153,7 +153,7 @@ def _value(value: object) -> str:
 
 def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
     """Return a line for each of the last segments; none for a single segment that ended by itself."""
-    if len(segments) == 1 and segments[0].ending is SegmentEnding.WELL:
+    if len(segments) == 1 and segments[0].ending is SegmentEnding.WELL and not segments[0].between_steps:
         return []
     lines = []
     for segment in segments[-_SEGMENTS:]:
@@ -162,6 +162,10 @@ def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
         lacking = segment.ranks - segment.recorded
         said = f", no record of {lacking} of its {segment.ranks} ranks" if lacking > 0 else ""
         lines.append(f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}")
+        if segment.between_steps:
+            lines.append(
+                f"    then {segment.between_steps:,} steps of jobs without a training, {segment.between_s:,.1f} s"
+            )
     more = [f"  and {len(segments) - _SEGMENTS} before them"] if len(segments) > _SEGMENTS else []
     return [
         "the run so far:" if segments and segments[-1].ending is SegmentEnding.RUNNING else "the run:",

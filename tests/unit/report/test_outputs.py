@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.errors import FillError
-from megatron.fill.records import SegmentEnding
+from megatron.fill.folders import BETWEEN
+from megatron.fill.records import AgentFile, SegmentEnding
 from megatron.fill.report import (
     Report,
     compose,
@@ -347,6 +348,27 @@ def test_a_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert (its.state, its.reason) == (JobState.RUNNING, "")
     assert "segment 1: iterations 1 to 10, goes on, no record of 2 of its 3 ranks" in printed(report)
     opened.end(SegmentEnding.WELL)
+
+
+def test_what_jobs_did_between_two_trainings_counts_for_them_and_in_no_ratio(tmp_path: Path) -> None:
+    ranks, workers, jobs = synthetic_run()
+    attempts = attempts_of(workers, jobs)
+    segment = write_segment(tmp_path, ranks, attempts).segment
+    before = compose(tmp_path)
+    (segment.folder / BETWEEN).mkdir()
+    job, worker = attempts[0]
+    alone = WorkerRecord(worker.job, worker.rank, 0, 0.0, 0, 3_000 * MS, 20.0)
+    again = replace(job, steps=1_234, work_done=20.0, harvested_s=0.0, attempt=9, ended_s=job.ended_s + 9)
+    AgentFile(segment.folder / BETWEEN, worker.rank).add(again, alone)
+    report = compose(tmp_path)
+    assert (report.total, report.summary.harvest_ratio) == (before.total, before.summary.harvest_ratio)
+    [counted] = report.segments
+    assert (counted.between_steps, counted.between_s) == (1_234, pytest.approx(3.0))
+    was, now = (next(one for one in its.jobs if one.name == job.name) for its in (before, report))
+    assert now.steps == was.steps + 1_234
+    assert now.work_done == was.work_done + 20
+    assert now.harvested_s == pytest.approx(was.harvested_s + 3)
+    assert "then 1,234 steps of jobs without a training, 3.0 s" in printed(report)
 
 
 def printed(report: Report) -> str:
