@@ -36,7 +36,7 @@ def test_jobs_run_in_the_bubbles_of_a_graph_and_change_no_loss(tmp_path):
         folder.mkdir()
     jobs = write_jobs(with_jobs, *({"name": f"spin{number}", "task": "tasks:Spin"} for number in range(4)))
     expected = {f"spin{number}": stepped for number in range(4)}
-    flags = {"script": SCRIPT, "ranks": 4, "fresh": True}
+    flags = {"script": SCRIPT, "ranks": 4}
     one = train_until(with_jobs, jobs, expected, 8, model=write_plan(with_jobs), **flags)
     other = train(without, "", 8, model=write_plan(without), **flags)
     assert len(other.losses) == 8
@@ -60,7 +60,7 @@ def test_frozen_towers_that_run_ahead_have_the_losses_of_those_in_their_place(tm
     found = {}
     for name, its in (("place", graph), ("ahead", graph.running_ahead())):
         (folder := tmp_path / name).mkdir()
-        run = train(folder, "", 12, model=write_plan(folder, its, devices=2), script=SCRIPT, fresh=True)
+        run = train(folder, "", 12, model=write_plan(folder, its, devices=2), script=SCRIPT)
         found[name] = run.losses
         said = re.findall(r"rank (\d): \d+ of (\d+) passes of frozen operators were in bubbles", run.output)
         if name == "ahead":

@@ -105,10 +105,12 @@ def parse() -> None:
 
 
 def save() -> None:
-    """Have the process that collects a checkpoint's results forked: spawned, it imports Megatron for six seconds."""
+    """Have the process that collects a save's results forked, as Megatron has in asynchronous saves: not spawned anew."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async.get_write_results_queue = functools.partial(filesystem_async.get_write_results_queue, "fork")
+    filesystem_async.get_write_results_queue = functools.partial(
+        filesystem_async.get_write_results_queue, mp_mode="fork"
+    )
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
