@@ -105,7 +105,7 @@ def parse() -> None:
 
 
 def save() -> None:
-    """Have the process that collects a save's results forked, as Megatron has in asynchronous saves: not spawned anew."""
+    """Have the process that collects the results of a save forked: spawned, it imports Megatron for six seconds."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async.get_write_results_queue = functools.partial(
