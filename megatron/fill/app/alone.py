@@ -9,7 +9,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.types import RankInfo
 
 
-def turns(settings: FillSettings, info: RankInfo) -> int:
+def rounds(settings: FillSettings, info: RankInfo) -> int:
     """Return the number of rounds in which the ranks measure their jobs alone; 0 if that was not requested.
 
     On the CPU, whose cores share caches and memory bandwidth, the ranks of a node follow one another.  GPUs have
@@ -31,9 +31,9 @@ def measure_alone(session: Session | None, of: int, seconds: float) -> None:
     """
     import torch.distributed as dist
 
-    for turn in range(of):
+    for number in range(of):
         dist.barrier()
-        if session is not None and session.info.local_rank % of == turn:
+        if session is not None and session.info.local_rank % of == number:
             session.measure_alone(seconds)
         else:
             time.sleep(seconds)

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.fill.errors import FillError
 from megatron.fill.records import note_failure
 from megatron.fill.store.location import locate, shown
-from megatron.fill.store.standing import standing
+from megatron.fill.store.states import current_states
 from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill")
@@ -45,7 +45,7 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
         return
     found = Counter(
         "not submitted" if not job.what else str(job.state) if job.state.finished else "open"
-        for job in standing(store, run_dir, False, names).values()
+        for job in current_states(store, run_dir, False, names).values()
     )
     ended = [f"{found[state]} {state}" for state in JobState if found[state]]
     where = shown(locate(store))

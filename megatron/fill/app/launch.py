@@ -20,7 +20,7 @@ import megatron.fill.device.before_cuda  # noqa: F401 -- before the script impor
 import pipefill_patches
 from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
 from megatron.fill.agent.turn import Turn
-from megatron.fill.app.alone import measure_alone, turns
+from megatron.fill.app.alone import measure_alone, rounds
 from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
@@ -75,7 +75,7 @@ class Launch:
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
         self._new_jobs: list[NewJob] = []  # on rank 0: the jobs that no earlier run in this folder has submitted
-        self._turns = 0  # number of rounds in which jobs are measured alone
+        self._rounds = 0  # number of rounds in which jobs are measured alone
         self.mps: MpsDaemon | None = None
         self.sandbox = RunSandbox()
         self._freed: Freed | None = None
@@ -195,7 +195,7 @@ class Launch:
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo, run_dir: Path) -> Path | None:
         """Return the segment's folder, which rank 0 makes and broadcasts; None if that failed."""
-        agreed: list[Any] = ["", turns(settings, info)]
+        agreed: list[Any] = ["", rounds(settings, info)]
         if info.rank == 0:
             try:
                 make_run_folder(run_dir, self.sandbox.seen)
@@ -220,7 +220,7 @@ class Launch:
             import torch.distributed as dist
 
             dist.broadcast_object_list(agreed, src=0)
-        self._turns = agreed[1]
+        self._rounds = agreed[1]
         return Path(agreed[0]) if agreed[0] else None
 
     def _begin(self, settings: FillSettings, run_dir: Path, info: RankInfo) -> OpenSegment:
@@ -250,7 +250,7 @@ class Launch:
             if self.session is not None:
                 self.session.finish()
         try:
-            measure_alone(self.session, self._turns, self.settings.baseline_seconds)
+            measure_alone(self.session, self._rounds, self.settings.baseline_seconds)
         finally:
             with kept("the fill agent of this rank may not have ended"):
                 if self.session is not None:

@@ -12,7 +12,7 @@ from megatron.fill.app.runfolder import store_of
 from megatron.fill.config import FillSettings
 from megatron.fill.records import Segment, Unwritten
 from megatron.fill.store.location import print_next
-from megatron.fill.store.standing import standing
+from megatron.fill.store.states import current_states
 
 
 def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritten: Mapping[int, Unwritten]) -> None:
@@ -42,7 +42,7 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
     try:
         made = report.compose(
             run_dir,
-            lambda names: standing(store, run_dir, False, names),
+            lambda names: current_states(store, run_dir, False, names),
             ended=segment,
             unwritten=unwritten,
         )

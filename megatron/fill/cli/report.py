@@ -56,7 +56,7 @@ def report(
     from megatron.fill.report import NotWritten, Report, compose, print_report
     from megatron.fill.report.compare import print_compared
     from megatron.fill.report.page import library, write_page
-    from megatron.fill.store.standing import standing
+    from megatron.fill.store.states import current_states
 
     prices = None if price is None else _prices(price)
     if compare is not None and (as_json or html is not None):
@@ -73,7 +73,7 @@ def report(
         where, going = store or last.store, last.ending is SegmentEnding.RUNNING
         if not where:
             return compose(folder, prices=prices, page=page)
-        return compose(folder, partial(standing, where, folder, going), prices, page=page)
+        return compose(folder, partial(current_states, where, folder, going), prices, page=page)
 
     def show(report: Report) -> None:
         if as_json:

@@ -208,7 +208,7 @@ class RankListener:
         seq = 0
         filling = self.filling and self.control.running
         if filling and forecast.fills and self.gate is not None:
-            deadline_ns, ends_ns = forecast.told(now_ns - self.guard_ns)
+            deadline_ns, ends_ns = forecast.deadline_and_ends(now_ns - self.guard_ns)
             free = self.free_bytes() if free_bytes is None else free_bytes
             seq = self.gate.open(deadline_ns, free, ends_ns, forecast.steps_ns)
         elif self.filling and not filling:

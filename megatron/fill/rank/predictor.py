@@ -47,7 +47,7 @@ class Forecast(NamedTuple):
     steps_ns: tuple[int, ...] = ()
     fills: bool = False
 
-    def told(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
+    def deadline_and_ends(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
         """Return the deadline and the ends as absolute times for the gate, for a bubble that opens at ``from_ns``."""
         return from_ns + self.shortest_ns, tuple([from_ns + end_ns for end_ns in self.ends_ns])
 

@@ -18,9 +18,9 @@ def info(device: str, local_rank: int = 0) -> RankInfo:
 
 def test_on_the_cpu_there_is_a_turn_for_each_rank_of_a_node_and_on_gpus_one_for_all():
     asked = FillSettings(store="s.db", baseline_seconds=1.0)
-    assert alone.turns(asked, info("cpu")) == 3
-    assert alone.turns(asked, info("cuda:0")) == 1
-    assert alone.turns(FillSettings(store="s.db"), info("cpu")) == 0
+    assert alone.rounds(asked, info("cpu")) == 3
+    assert alone.rounds(asked, info("cuda:0")) == 1
+    assert alone.rounds(FillSettings(store="s.db"), info("cpu")) == 0
 
 
 @pytest.fixture

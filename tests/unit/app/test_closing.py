@@ -41,20 +41,20 @@ WHERE = "the job store postgresql+psycopg://ada:***@db/x"
 def test_the_first_rank_that_fails_says_once_where_the_jobs_are(tmp_path, capfd, monkeypatch, states, said):
     names = [f"job-{number}" for number in range(len(states))]
 
-    def standing(*asked: object) -> dict[str, JobRecord]:
+    def current_states(*asked: object) -> dict[str, JobRecord]:
         return {
             name: JobRecord(name, "sleep 1" if state else "", Status(state or JobState.QUEUED), 0, "")
             for name, state in zip(names, states, strict=True)
         }
 
-    monkeypatch.setattr(closing, "standing", standing)
+    monkeypatch.setattr(closing, "current_states", current_states)
     for rank in (1, 0):
         tell_of_jobs(STORE, tmp_path, tmp_path, rank, names)
     assert capfd.readouterr().out == f"PipeFill: the training has failed; {said.format(run=tmp_path)}\n"
 
 
 def test_a_store_that_cannot_be_asked_is_named_all_the_same(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(closing, "standing", lambda *asked: {})
+    monkeypatch.setattr(closing, "current_states", lambda *asked: {})
     tell_of_jobs(STORE, tmp_path / "gone", tmp_path / "gone", 0, ["pi"])
     assert capfd.readouterr().out == (
         f"PipeFill: the training has failed; jobs that have not ended are queued in {WHERE}\n"

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.fill.status import Status
 from megatron.fill.store import JobStore, Progress, open_store
-from megatron.fill.store.standing import standing
+from megatron.fill.store.states import current_states
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
 
@@ -40,7 +40,7 @@ def test_of_each_job_its_state_and_why(store, tmp_path):
     held(store, "lost", mine, 0.001)
     time.sleep(0.01)
     names = ["killed", "elsewhere", "waits", "long", "lost", "never"]
-    found = standing(str(tmp_path / "jobs.db"), mine, False, names)
+    found = current_states(str(tmp_path / "jobs.db"), mine, False, names)
     assert {name: (its.state, its.reason) for name, its in found.items()} == {
         "killed": (JobState.RUNNING, "its agent was killed; it goes back to the queue when the lease ends"),
         "elsewhere": (JobState.RUNNING, f"another run has it: rank 1 of {other} on host"),
@@ -51,10 +51,10 @@ def test_of_each_job_its_state_and_why(store, tmp_path):
     }
     assert (found["killed"].what, found["long"].what, found["killed"].unit) == ("m:C", "sleep 9", "images")
     assert found["killed"].directory == str(mine / "jobs" / "killed")
-    assert standing(str(tmp_path / "jobs.db"), mine, True, ["killed"])["killed"].reason == ""
+    assert current_states(str(tmp_path / "jobs.db"), mine, True, ["killed"])["killed"].reason == ""
 
 
 def test_a_store_that_is_not_there_says_nothing_and_is_not_made(tmp_path, caplog):
-    assert standing(str(tmp_path / "gone.db"), tmp_path, False, ["a"]) == {}
+    assert current_states(str(tmp_path / "gone.db"), tmp_path, False, ["a"]) == {}
     assert "of some jobs the report knows only what their agents wrote: there is no job store" in caplog.text
     assert list(tmp_path.iterdir()) == []

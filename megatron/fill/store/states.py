@@ -18,7 +18,7 @@ logger = logging.getLogger("pipefill")
 _DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")  # name of a device, as agents report it
 
 
-def standing(where: str, run_dir: Path, going: bool, names: Collection[str]) -> dict[str, JobRecord]:
+def current_states(where: str, run_dir: Path, going: bool, names: Collection[str]) -> dict[str, JobRecord]:
     """The current states of the jobs with these names, by name; empty if the store cannot be opened or read.
 
     Args:
