@@ -15,7 +15,7 @@ with its process is ignored.
 from __future__ import annotations
 
 from megatron.fill.records.account import BLIND, AccountRecord, AccountWriter, read_accounts
-from megatron.fill.records.agent import AgentFile, attempts_text, read_agent, write_agent
+from megatron.fill.records.agent import AgentFile, attempts_text, forgets, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
 from megatron.fill.records.live import Estimate, IterationTime, LiveRank, LiveSegment, slowdown
 from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank, write_rank
@@ -59,6 +59,7 @@ __all__ = [
     "attempts_text",
     "begin_segment",
     "column",
+    "forgets",
     "last_segment",
     "note_failure",
     "rank_file",

@@ -63,6 +63,18 @@ class AgentFile:
                 self._behind.unlink(missing_ok=True)
 
 
+def forgets(unrecorded_ns: int, first_seq: int, older_uses: int, seq: int) -> bool:
+    """True if an attempt has harvested in bubbles up to one, and its record no longer says how much.
+
+    Args:
+        unrecorded_ns: harvest of the attempt that is in none of its recorded uses.
+        first_seq: number of the bubble of its first recorded use; 0 if it has none.
+        older_uses: number of its uses before that.
+        seq: number of the bubble.
+    """
+    return unrecorded_ns > 0 and first_seq - older_uses <= seq
+
+
 def attempts_text(attempts: Attempts, most_bytes: int) -> bytes | None:
     """Return the content of ``write_agent`` without steps.
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from megatron.fill.errors import FillError
-from megatron.fill.records.agent import Attempts
+from megatron.fill.records.agent import Attempts, forgets
 from megatron.fill.records.files import RECORD_VERSION
 from megatron.fill.records.sampling import Sample, SampledBubble, Samples
 from megatron.fill.records.segment import Segment
@@ -41,8 +41,19 @@ class Estimate(NamedTuple):
     pairs: int
 
 
-# An attempt (rank, folder, number), and its uses of bubbles: their numbers, and the ns harvested in each.
-type _Used = tuple[tuple[int, str, int], list[tuple[int, int]]]
+class _Used(NamedTuple):
+    """An attempt (rank, folder, number), and what it used.
+
+    Attributes:
+        uses: numbers of the bubbles, and the ns harvested in each.
+        harvested_ns: its harvest, also in bubbles before those.
+        older_uses: number of its uses before those.
+    """
+
+    attempt: tuple[int, str, int]
+    uses: list[tuple[int, int]]
+    harvested_ns: int
+    older_uses: int
 
 
 class IterationTime(NamedTuple):
@@ -68,7 +79,7 @@ class LiveRank:
         running: the attempts that run, as last recorded.
         settled_after: last iteration in which jobs of some rank set themselves up; 0 before that is known.
         first_filled: duration in ns of the bubbles of each of the first filled iterations, and the number of its last.
-        early_ns: time in ``harvested_ns`` before jobs had settled, as far as the uses are still recorded.
+        early_ns: time in ``harvested_ns`` before jobs had settled; None if that is no longer recorded.
         samples: its sampled iterations.
     """
 
@@ -89,7 +100,7 @@ class LiveRank:
     recent: deque[IterationTime] = field(default_factory=lambda: deque(maxlen=_RECENT))
     settled_after: int = 0
     first_filled: dict[int, tuple[int, int]] = field(default_factory=dict)
-    early_ns: int = 0
+    early_ns: int | None = 0
     samples: Samples = field(default_factory=Samples)
 
     @property
@@ -105,7 +116,9 @@ class LiveRank:
 
     @property
     def harvest(self) -> tuple[int, int]:
-        """The harvested and the fillable time in ns, since jobs had settled."""
+        """The harvested and the fillable time in ns, since jobs had settled; of all time if ``early_ns`` is None."""
+        if self.early_ns is None:
+            return self.harvested_ns, self.fillable_ns
         return self.harvested_ns - self.early_ns, self.fillable_ns - self.settling_ns
 
 
@@ -214,7 +227,8 @@ class LiveSegment:
         self._steps: Counter[int] = Counter()
         self._known: set[tuple[str, int]] = set()  # attempts that ended
         self._first: dict[int, list[_Used]] = {}  # uses of attempts that ended before jobs had settled, by rank
-        self._early: dict[tuple[int, str, int], int] = {}  # ns of each attempt before jobs had settled
+        # The ns of each attempt before jobs had settled; None if they were no longer recorded at the first look.
+        self._early: dict[tuple[int, str, int], int | None] = {}
         self.ranks: dict[int, LiveRank] = {}
 
     def look(self) -> None:
@@ -237,13 +251,14 @@ class LiveSegment:
                 key = number, job.directory, job.attempt
                 self._overruns(rank, key, [(use.seq, use.overrun_ns) for use in worker.uses])
                 uses = [(use.seq, use.harvested_ns) for use in worker.uses]
-                self._add_early(rank, (key, uses))
+                self._add_early(rank, _Used(key, uses, worker.harvested_ns, worker.older_uses))
                 rank.samples.use(job.name, uses)
             if rank.settling_seq >= 0:
                 for used in self._first.pop(number, []):
                     self._add_early(rank, used)
-            early = sum(early_ns for (at, _, _), early_ns in self._early.items() if at == number)
-            rank.early_ns = early if rank.settling_seq >= 0 else 0
+            early = [early_ns for (at, _, _), early_ns in self._early.items() if at == number]
+            whole = [early_ns for early_ns in early if early_ns is not None]
+            rank.early_ns = sum(whole) if len(whole) == len(early) else None
             rank.harvested_ns = self._harvested[number] + sum(worker.harvested_ns for _, worker in rank.running)
             rank.steps = self._steps[number] + sum(worker.steps_done for _, worker in rank.running)
 
@@ -260,8 +275,9 @@ class LiveSegment:
                 rank.ended[job["status"]["state"], job["status"].get("cause") or ""] += 1
                 key, its = (number, job["directory"], job["attempt"]), worker["uses"]
                 self._overruns(rank, key, zip(its["seq"], its["overrun_ns"], strict=True))
-                used = key, list(zip(its["seq"], its["harvested_ns"], strict=True))
-                rank.samples.use(job["name"], used[1])
+                uses = list(zip(its["seq"], its["harvested_ns"], strict=True))
+                used = _Used(key, uses, worker["harvested_ns"], worker.get("older_uses", 0))
+                rank.samples.use(job["name"], uses)
                 if rank.settling_seq >= 0:
                     self._add_early(rank, used)
                 elif len(rank.first_filled) < _LONGEST_SETTLING:
@@ -269,10 +285,16 @@ class LiveSegment:
 
     def _add_early(self, rank: LiveRank, used: _Used) -> None:
         """Count what an attempt harvested before jobs had settled; what a look has seen may be in no later record."""
-        key, uses = used
-        early_ns = sum(harvested_ns for seq, harvested_ns in uses if seq <= rank.settling_seq)
-        if early_ns > self._early.get(key, 0):
-            self._early[key] = early_ns
+        settling_seq = rank.settling_seq
+        if settling_seq < 0:
+            return
+        early_ns = sum(harvested_ns for seq, harvested_ns in used.uses if seq <= settling_seq)
+        unrecorded_ns = used.harvested_ns - sum(harvested_ns for _, harvested_ns in used.uses)
+        seq = used.uses[0][0] if used.uses else 0
+        if used.attempt not in self._early and forgets(unrecorded_ns, seq, used.older_uses, settling_seq):
+            self._early[used.attempt] = None
+        elif (before_ns := self._early.get(used.attempt, 0)) is not None:
+            self._early[used.attempt] = max(early_ns, before_ns)
 
     def _overruns(self, rank: LiveRank, key: tuple[int, str, int], uses: Iterable[tuple[int, int]]) -> None:
         last = self._seen.get(key, -1)

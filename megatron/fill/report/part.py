@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from operator import add
 
 import numpy as np
 
-from megatron.fill.records import column
+from megatron.fill.records import column, forgets
 from megatron.fill.report.seen import KINDS, Bubbles, IterationTimes, Seen
 from megatron.fill.report.timeuse import TimeUse, time_use, time_use_unknown
 from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, WorkerRecord
@@ -83,7 +83,7 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
     Args:
         known: True if the workers' records are complete.
     """
-    its, bubbles = seen.iterations, seen.bubbles
+    its, bubbles = seen.iterations, _known_apart(seen.bubbles, workers)
     # Bubbles of an iteration that was cut off are left out of the shares, since its time is unknown.  Sums that stand
     # for older bubbles (index -1) are of completed iterations.
     ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
@@ -121,6 +121,21 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
         predicted=int(predicted.sum()),
         known=known,
     )
+
+
+def _known_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> Bubbles:
+    """Return the bubbles, with those before jobs had settled as filled ones if nobody knows what was harvested there.
+
+    Otherwise that harvest would count, and the bubbles that it was in would not.
+    """
+    last = int(bubbles.seq[bubbles.settling].max(initial=-1))
+    for worker in workers:
+        seqs = column(worker.uses, "seq")
+        unrecorded_ns = worker.harvested_ns - sum(column(worker.uses, "harvested_ns"))
+        if forgets(unrecorded_ns, seqs[0] if seqs else 0, worker.older_uses, last):
+            nothing = np.zeros_like(bubbles.settling)
+            return replace(bubbles, filling=bubbles.filling | bubbles.settling, settling=nothing)
+    return bubbles
 
 
 def finite(work: float) -> float:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_SYSTEM_ADMINISTRATOR = 1 << 21  # the capability CAP_SYS_ADMIN
+_SYSTEM_ADMINISTRATOR, _NETWORK_ADMINISTRATOR = 1 << 21, 1 << 12  # CAP_SYS_ADMIN and CAP_NET_ADMIN
 _SWITCHES = (  # switches of user namespaces: file in /proc/sys, value that forbids them, setting that allows them
     ("user/max_user_namespaces", "0", "user.max_user_namespaces=15000"),
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
 )
-_CONTAINER = "in a container --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
 _MOUNTS = "in a container --security-opt apparmor=unconfined"
+_NETWORK = "in a container --cap-add NET_ADMIN"  # to bring up localhost in the job's own network
+_CONTAINER = f"{_NETWORK} --cap-add SYS_ADMIN --security-opt apparmor=unconfined"
 _PROC = "in a container --security-opt systempaths=unconfined"
+_USERS_CONTAINER = f"{_PROC} --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+_SAME = "what the layer files expects"
 _KERNEL = "Linux 5.13 with landlock in its parameter lsm=, and in a container --security-opt seccomp=unconfined"
 
 
@@ -25,7 +28,7 @@ def remedy(layer: str, lacks: str, proc: Path = Path("/proc")) -> str:
         lacks: reason why it is missing.
         proc: another /proc, for tests.
     """
-    if layer in ("files", "processes"):  # the same remedy enables the other namespaces
+    if layer in ("processes", "files", "ipc", "control groups", "network"):
         return _namespaces(layer, lacks, proc)
     if layer == "system calls" and "cannot be loaded" in lacks:
         return "the package libseccomp2 (libseccomp in some distributions)"
@@ -37,16 +40,21 @@ def remedy(layer: str, lacks: str, proc: Path = Path("/proc")) -> str:
 def _namespaces(layer: str, lacks: str, proc: Path) -> str:
     if "mount namespace" in lacks:  # the remedy is given for the layer ``files``
         return ""
+    if layer == "processes" and "/proc" in lacks:  # a namespace of its own, but none of its /proc
+        return _PROC
     status = _fields(proc / "self/status")
-    powerful = int(status.get("CapEff", "0"), 16) & _SYSTEM_ADMINISTRATOR
-    if powerful:
-        return _PROC if layer == "processes" else _MOUNTS if layer == "files" else ""
+    powers = int(status.get("CapEff", "0"), 16)
+    if powers & _SYSTEM_ADMINISTRATOR:
+        shut_out = layer == "network" and not powers & _NETWORK_ADMINISTRATOR
+        return _NETWORK if shut_out else {"processes": _PROC, "files": _MOUNTS}.get(layer, "")
+    if layer != "files":  # the same remedy enables the other namespaces
+        return _SAME
     shut = [f"sysctl -w {setting}" for file, value, setting in _SWITCHES if _read(proc / "sys" / file) == value]
-    if os.geteuid() != 0 and shut:
-        return f"{' and '.join(shut)}, or the training as root"
-    if status.get("Seccomp") == "2" or os.geteuid() == 0:
+    if os.geteuid() == 0:
         return _CONTAINER
-    return "the training as root"
+    if shut:
+        return f"{' and '.join(shut)}, or the training as root"
+    return _USERS_CONTAINER if status.get("Seccomp") == "2" else "the training as root"
 
 
 def _fields(file: Path) -> dict[str, str]:

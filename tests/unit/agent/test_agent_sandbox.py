@@ -110,12 +110,17 @@ def test_root_of_a_rootless_container_may_have_no_other_user(tmp_path, uids, gid
         ),
         ("files", "EPERM", {"sys/user/max_user_namespaces": "0"}, "sysctl -w user.max_user_namespaces=15000"),
         ("files", "EPERM", {"sys/kernel/apparmor_restrict_unprivileged_userns": "1"}, "restrict_unprivileged_userns=0"),
-        ("files", "EPERM", {"self/status": "CapEff:\t0\nSeccomp:\t2"}, "--cap-add SYS_ADMIN --security-opt seccomp="),
+        ("files", "EPERM", {"self/status": "CapEff:\t0\nSeccomp:\t2"}, "paths=unconfined --security-opt seccomp="),
         ("files", "EPERM", {"self/status": "CapEff:\t0\nSeccomp:\t0"}, "the training as root"),
         ("files", "EACCES", {"self/status": "CapEff:\t200000"}, "--security-opt apparmor=unconfined"),
         ("processes", "EPERM", {"self/status": "CapEff:\t200000"}, "--security-opt systempaths=unconfined"),
         ("processes", "it needs a mount namespace", {}, ""),
-        ("ipc", "EPERM", {}, ""),
+        ("processes", "EPERM: '/proc'", {"self/status": "CapEff:\t0"}, "--security-opt systempaths=unconfined"),
+        ("ipc", "EPERM", {"self/status": "CapEff:\t200000"}, ""),
+        ("ipc", "EPERM", {"self/status": "CapEff:\t0"}, "what the layer files expects"),
+        ("network", "EPERM", {"self/status": "CapEff:\t0"}, "what the layer files expects"),
+        ("network", "EPERM", {"self/status": "CapEff:\t200000"}, "--cap-add NET_ADMIN"),
+        ("network", "EPERM", {"self/status": "CapEff:\t201000"}, ""),
         ("system calls", "libseccomp.so.2 cannot be loaded", {}, "libseccomp2"),
         ("landlock", "landlock is not there", {}, "lsm="),
         ("landlock", "landlock has ABI 3", {}, ""),
@@ -129,6 +134,15 @@ def test_what_would_build_a_missing_layer(monkeypatch, tmp_path, layer, lacks, f
     said = remedy(layer, lacks, tmp_path)
     assert expected in said
     assert bool(said) == bool(expected)
+
+
+def test_root_of_a_container_is_told_its_two_capabilities(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text("CapEff:\t0\nSeccomp:\t2")
+    said = remedy("files", "EPERM", tmp_path)
+    assert "--cap-add NET_ADMIN --cap-add SYS_ADMIN" in said
+    assert "seccomp" not in said  # the engine's own filter leaves room for those who have the capabilities
 
 
 def test_the_walls_are_tried_where_no_temporary_file_can_be_made(monkeypatch):

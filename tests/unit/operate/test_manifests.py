@@ -14,24 +14,46 @@ from megatron.fill.sandbox import remedy
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "operate"
 
 
+def manifest() -> dict:
+    return yaml.safe_load((FOLDER / "jobset.yaml").read_text(encoding="utf-8"))
+
+
 def container() -> dict:
-    manifest = yaml.safe_load((FOLDER / "jobset.yaml").read_text(encoding="utf-8"))
-    (node,) = manifest["spec"]["replicatedJobs"]
+    (node,) = manifest()["spec"]["replicatedJobs"]
     (found,) = node["template"]["spec"]["template"]["spec"]["containers"]
     return found
 
 
 def test_its_security_context_is_what_the_doctor_asks_for():
-    words = f"{remedy._CONTAINER} {remedy._MOUNTS} {remedy._PROC} {remedy._KERNEL}".split()
-    asked = {word for word in words if "=" in word and "unconfined" in word}
-    assert asked == {"seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"}
-    assert [words[at + 1] for at, word in enumerate(words) if word == "--cap-add"] == ["SYS_ADMIN"]
+    words = remedy._CONTAINER.split()
+    asked = [words[at + 1] for at, word in enumerate(words) if word in ("--cap-add", "--security-opt")]
+    assert asked == ["NET_ADMIN", "SYS_ADMIN", "apparmor=unconfined"]
     assert container()["securityContext"] == {
-        "capabilities": {"add": ["SYS_ADMIN"]},
-        "seccompProfile": {"type": "Unconfined"},
+        "capabilities": {"add": ["SYS_ADMIN", "NET_ADMIN"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
         "appArmorProfile": {"type": "Unconfined"},
-        "procMount": "Unmasked",
     }
+
+
+def unknown(given: object, kept: object, at: str = "") -> list[str]:
+    """The paths of what was given and is not kept."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [path for name, its in given.items() for path in unknown(its, kept.get(name), f"{at}.{name}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [path for i, pair in enumerate(zip(given, kept, strict=True)) for path in unknown(*pair, f"{at}.{i}")]
+    return [] if given == kept else [at]
+
+
+def test_it_is_what_the_schema_of_jobset_says():
+    api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs pip install kubeflow-trainer-api")
+
+    def left_out(content: dict) -> list[str]:  # wrong types and values are refused, unknown fields are dropped
+        return unknown(content, api.JobsetV1alpha2JobSet.from_dict(content).to_dict())
+
+    given = manifest()
+    assert left_out(given) == []
+    given["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["hostUser"] = False
+    assert left_out(given) == [".spec.replicatedJobs.0.template.spec.template.spec.hostUser"]
 
 
 def test_its_flags_and_settings_are_there():

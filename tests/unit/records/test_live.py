@@ -75,6 +75,28 @@ def test_the_harvest_leaves_out_the_time_in_which_jobs_settled(tmp_path, running
     assert live.harvest_ratio == pytest.approx(report.total.harvest_ratio)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_late_look_counts_no_harvest_whose_bubbles_it_leaves_out(tmp_path, early):
+    ranks, workers, jobs = synthetic_run()
+    settled = [replace(one, settled_after=7) for one in ranks]
+    segment = _segment(tmp_path)
+    named = {job.name: replace(job, directory=job.name) for job in jobs}
+    live = LiveSegment(segment)
+    cut = [replace(one, uses=list(one.uses)[-2:], older_uses=len(one.uses) - 2) for one in workers]
+    for its in [workers, cut] if early else [cut]:  # a log keeps the last uses only
+        for record in settled:
+            number = record.info.rank
+            write_rank(rank_file(segment.folder, number), record)
+            running = [(named[one.job], one) for one in its if one.rank == number]
+            write_agent(segment.folder / f"agent{number}.running.jsonl", running)
+        live.look()
+    whole, forgetful = report_of(settled, workers, jobs).total, report_of(settled, cut, jobs).total
+    assert whole.settling_s > forgetful.settling_s == 0
+    assert forgetful.fillable_s == pytest.approx(whole.fillable_s + whole.settling_s)
+    expected = whole if early else forgetful
+    assert live.harvest_ratio == pytest.approx(expected.harvest_ratio)
+
+
 def test_a_second_look_adds_nothing_that_was_there(tmp_path):
     live = _written(tmp_path)
     live.look()
