@@ -3,6 +3,10 @@
 A file is named after a GPU's index and has the jobs on it, one a line.  Others may write there too, such as a batch
 system's prolog: their lines stay.  A file without a line hides its GPU from the exporter's older versions, and a line
 that is there twice has them answer with an error, so neither is ever left.
+
+An agent that is killed leaves its lines.  Each agent holds a lock beside its GPU's file (``.pipefill-N``, which the
+exporter passes over), and the kernel frees it however the agent ends; the node's other agents, or the next one of any
+GPU, then remove the lines.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.fill.device.nvml import Gpu
@@ -25,13 +29,14 @@ logger = logging.getLogger("pipefill.agent")
 
 _LOCK_S = 0.5
 _OURS = "pipefill-"  # how our lines begin
+_HELD = ".pipefill-{}"  # the file that the agents of a GPU hold a shared lock on
 
 
 class JobMapping:
     """The lines of one agent's jobs in the file of its GPU; for any thread.
 
-    Lines of ours that an earlier agent left, because it was killed, are removed at once; nobody removes those of the
-    last one.  An agent that shares the GPU puts its own back with ``keep``.
+    Lines of ours that an earlier agent left, because it was killed, are removed at once, on the node's other GPUs too.
+    An agent that shares the GPU puts its own back with ``keep``.
 
     Args:
         path: the GPU's file, in a folder that exists.
@@ -42,7 +47,9 @@ class JobMapping:
         self._jobs: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._failed = False
-        self._update(lambda line: line.startswith(_OURS))
+        self._held: int | None = None  # the descriptor of the lock, which no child inherits
+        self._update(_is_ours)
+        self.keep()
 
     @contextlib.contextmanager
     def shown(self, job: str) -> Iterator[None]:
@@ -59,27 +66,67 @@ class JobMapping:
             self._update(lambda other: other == line)
 
     def keep(self) -> None:
-        """Put our lines back where they are missing."""
-        self._update(lambda _: False)
+        """Put our lines back where they are missing, and remove those that killed agents have left on this node."""
+        self._update(lambda _: False, others_too=True)
 
-    def _update(self, goes: Callable[[str], bool]) -> None:
+    def _update(self, goes: Callable[[str], bool], others_too: bool = False) -> None:
         """Write the file without the lines that go, and with those of our jobs; remove it if none is left."""
         try:
             with self._lock, _locked(self._path.parent):
-                text = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
-                lines = [line.strip() for line in text.splitlines() if line.strip() and not goes(line.strip())]
-                new = "".join(f"{line}\n" for line in dict.fromkeys([*lines, *self._jobs]))
-                if new and new != text:
-                    with replacing(self._path) as temporary:
-                        temporary.write_text(new, encoding="utf-8")
-                        temporary.chmod(0o644)  # the exporter is another user's
-                elif not new:
-                    self._path.unlink(missing_ok=True)
+                if self._held is None:
+                    self._held = _hold(self._path)
+                _write(self._path, goes, self._jobs)
+                for path in self._path.parent.iterdir() if others_too else ():
+                    if path.name.isdigit() and path.name != self._path.name and _left(path):
+                        _write(path, _is_ours, ())
             self._failed = False
         except OSError as error:
             if not self._failed:  # once, not every few seconds
                 logger.warning("%s does not show which jobs run on this GPU: %s", self._path, error)
             self._failed = True
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith(_OURS)
+
+
+def _write(path: Path, goes: Callable[[str], bool], jobs: Iterable[str]) -> None:
+    """Write a GPU's file without the lines that go, and with those of the jobs; remove it if none is left."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not goes(line.strip())]
+    new = "".join(f"{line}\n" for line in dict.fromkeys([*lines, *jobs]))
+    if new and new != text:
+        with replacing(path) as temporary:
+            temporary.write_text(new, encoding="utf-8")
+            temporary.chmod(0o644)  # the exporter is another user's
+    elif not new:
+        path.unlink(missing_ok=True)
+
+
+def _hold(path: Path) -> int:
+    """Return a descriptor with the lock of a living agent of the GPU."""
+    fd = os.open(path.parent / _HELD.format(path.name), os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # looks of ``_left`` are under the folder's lock, as this is
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _left(path: Path) -> bool:
+    """True if an agent has been on the GPU, and none is now."""
+    try:
+        fd = os.open(path.parent / _HELD.format(path.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def open_mapping(directory: str | None, uuid: str | None, gpus: Callable[[], Sequence[Gpu]]) -> JobMapping | None:

@@ -40,11 +40,14 @@ def submit(
     The store is created if it does not exist. --json prints a list of jobs as "show" does one, each with already_there.
     """
     from megatron.fill.given.jobs import load_jobs, submitter
-    from megatron.fill.store.location import print_next
+    from megatron.fill.store.location import database_file, print_next
 
     search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
     owner = user or submitter()
     specs = load_jobs(jobs_file)
+    if not store or (file := database_file(store)) is None or file.exists():
+        with opened(store, create=True):
+            pass  # a wrong store is named before the jobs are looked at, which takes seconds
     if check:
         _look_at(jobs_file, specs, search)
     new = [spec.to_submit(search, owner) for spec in specs]

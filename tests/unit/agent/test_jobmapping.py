@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "3"
 
 
+def seen(folder: Path) -> list[str]:
+    """The names that the exporter takes for those of GPUs, or of anything that it would have to read."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith(".pipefill-")]
+
+
 def lines(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
@@ -33,7 +40,7 @@ def test_a_line_is_there_while_the_job_runs_and_the_file_with_it(path):
         with mapping.shown("tail-2"):
             assert lines(path) == ["pipefill-pi-1", "pipefill-tail-2"]
         assert lines(path) == ["pipefill-pi-1"]
-    assert list(path.parent.iterdir()) == []  # an empty file would hide the idle GPU
+    assert seen(path.parent) == []  # an empty file would hide the idle GPU
     assert path.parent.is_dir()
 
 
@@ -75,6 +82,45 @@ def test_agents_that_share_a_gpu_do_not_lose_each_others_lines(path):
     assert not path.exists()
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatron.fill.agent.jobmapping import JobMapping
+with JobMapping(Path(sys.argv[1])).shown("killed-1"):
+    print("shown", flush=True)
+    signal.pause()
+"""
+
+
+def test_what_a_killed_agent_left_goes_when_another_one_of_the_node_looks(path):
+    path.write_text("17\n")
+    other = JobMapping(path.with_name("0"))
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"shown\n"
+        with other.shown("pi-1"):
+            other.keep()
+            assert lines(path) == ["17", "pipefill-killed-1"]  # it lives
+            agent.kill()
+            agent.wait()
+            other.keep()
+            assert (lines(path), lines(path.with_name("0"))) == (["17"], ["pipefill-pi-1"])
+    path.write_text("pipefill-of-somebody-else\n")
+    path.with_name(".pipefill-3").unlink()
+    other.keep()
+    assert path.exists()  # no agent was there
+
+
+def test_the_next_agent_of_any_gpu_removes_what_is_left(path):
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        agent.kill()
+    assert path.exists()
+    JobMapping(path.with_name("0"))
+    assert seen(path.parent) == []
+
+
 def test_a_folder_that_is_gone_does_no_harm_and_is_said_once(tmp_path, caplog):
     mapping = JobMapping(tmp_path / "nowhere" / "0")
     with mapping.shown("pi-1"):
@@ -97,7 +143,7 @@ def test_the_file_is_that_of_the_gpus_index(tmp_path, directory, uuid, there):
     assert (mapping is not None) is there
     if mapping is not None:
         with mapping.shown("pi-1"):
-            assert [path.name for path in tmp_path.iterdir()] == ["3"]
+            assert seen(tmp_path) == ["3"]
 
 
 def test_a_job_that_cannot_be_started_leaves_no_line(path, tmp_path):

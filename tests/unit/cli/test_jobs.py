@@ -175,6 +175,24 @@ class TestSubmit:
         assert ran.err == "pipefill: error: jobs.yaml, line 1: job 'a': task is 'x': expected module:Class\n"
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.parametrize(
+        ("store", "said"),
+        [
+            ("mysql://db/jobs", "is a database of another kind (mysql)"),
+            ("postgresql+psycopg://pipefill@/jobs?host=/nowhere", "connection is bad"),
+            ("jobs.db", "file is not a database"),
+        ],
+    )
+    def test_a_wrong_store_is_named_before_the_jobs_are_looked_at(self, pipefill, tmp_path, monkeypatch, store, said):
+        if "psycopg" in store:
+            pytest.importorskip("psycopg", reason="needs the extra postgres")
+        write_jobs(tmp_path, json.dumps({"jobs": [{"name": "module", "task": "gone:Digits"}]}))
+        monkeypatch.setattr(check, "examine", pytest.fail)
+        (tmp_path / "jobs.db").write_text("no database")
+        ran = pipefill("submit", "jobs.yaml", "--store", store)
+        assert ran.status == 2
+        assert said in ran.err
+
     def test_what_does_not_exist_is_not_submitted(self, pipefill, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, "tasks", raising=False)  # of a test before this one
         jobs = [

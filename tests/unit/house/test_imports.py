@@ -325,7 +325,7 @@ OTHER_READS = {
     "rank/relay.py": {"RelaySpec.from_json", "log.open"},
     "rank/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
     "agent/claims.py": {"json.loads", "path.read_text"},  # in the run folder
-    "agent/jobmapping.py": {"os.open", "self._path.read_text"},  # of the site, which other users' jobs do not see
+    "agent/jobmapping.py": {"os.open", "path.read_text"},  # of the site, which other users' jobs do not see
     "agent/keeper.py": {"AgentSpec.from_json", "Path(spec_path).read_text"},
     "agent/turn.py": {"os.open"},  # to lock
     "agent/warden.py": {"json.loads", "spec_path.read_text"},
