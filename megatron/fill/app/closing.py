@@ -1,19 +1,31 @@
-"""Messages at the end of a training: records that were lost, and the state of its jobs if it failed."""
+"""The end of a training: jobs are measured alone, the report is made, and what was lost or goes on is said.
+
+Records that ranks and agents could not write are gathered on rank 0 for the report.  They go through the key-value
+store of the process group, which Megatron has made anyway: no collective is added, no GPU memory is used, and no rank
+waits for one that has ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import shlex
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+from megatron.fill.app.runfolder import store_of
+from megatron.fill.app.session import Session
+from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
-from megatron.fill.records import note_failure
-from megatron.fill.store.location import locate, shown
+from megatron.fill.records import Segment, Unwritten, note_failure
+from megatron.fill.store.location import locate, print_next, shown
 from megatron.fill.store.states import current_states
-from megatron.fill.types import JobState
+from megatron.fill.types import JobState, RankInfo
 
 logger = logging.getLogger("pipefill")
 
@@ -59,3 +71,117 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
         said.append(f"{found['not submitted']} were not submitted yet; the next start in {run_dir} submits them")
     # One write, so that output of other ranks does not break the line.
     os.write(1, f"PipeFill: the training has failed; {', '.join(said)}\n".encode())
+
+
+def rounds(settings: FillSettings, info: RankInfo) -> int:
+    """Return the number of rounds in which the ranks measure their jobs alone; 0 if that was not requested.
+
+    On the CPU, whose cores share caches and memory bandwidth, the ranks of a node follow one another.  GPUs have
+    memory of their own, and all measure at once.
+    """
+    if not settings.baseline_seconds:
+        return 0
+    return info.local_world_size if info.device == "cpu" else 1
+
+
+def measure_alone(session: Session | None, of: int, seconds: float) -> None:
+    """Measure the jobs without the training, and without jobs of the node's other ranks, in rounds.
+
+    Every rank reaches every barrier at about the same time, also one whose session failed.
+
+    Args:
+        of: number of rounds, the same on all ranks.
+        seconds: duration of a round.
+    """
+    import torch.distributed as dist
+
+    for number in range(of):
+        dist.barrier()
+        if session is not None and session.info.local_rank % of == number:
+            session.measure_alone(seconds)
+        else:
+            time.sleep(seconds)
+    if of:
+        dist.barrier()  # so that no rank stops its jobs while others measure
+
+
+_RANK_BYTES, _ALL_BYTES = 4 << 20, 128 << 20  # limits for one rank, and for all together
+_COUNT, _OF_RANK = "pipefill/unwritten", "pipefill/unwritten/{}"
+_MOST_S = 20.0  # timeout of a request to the store
+
+
+def hand_in(rank: int, ranks: int, unwritten: Unwritten) -> None:
+    """Store a rank's unwritten records for rank 0; called before the last barrier."""
+    if not unwritten:
+        return
+    with _store() as store:
+        store.set(_OF_RANK.format(rank), unwritten.packed(min(_RANK_BYTES, _ALL_BYTES // ranks)))
+        store.add(_COUNT, 1)
+
+
+def collect(ranks: int) -> dict[int, Unwritten]:
+    """Return the unwritten records by rank; called on rank 0 after the last barrier."""
+    with _store() as store:
+        left = store.add(_COUNT, 0)
+        names = {rank: _OF_RANK.format(rank) for rank in range(ranks if left else 0)}
+        # `check` does not wait: a key that is missing now will not come.
+        return {rank: Unwritten.unpacked(store.get(name)) for rank, name in names.items() if store.check([name])}
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[Any]:
+    """Provide the process group's store, with a timeout for each request."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=_MOST_S))
+    try:
+        yield store
+    finally:
+        store.set_timeout(usual)
+
+
+def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritten: Mapping[int, Unwritten]) -> None:
+    """Make, print and write the report of a training.
+
+    Args:
+        segment: the segment that has ended.
+        unwritten: parts of its records that could not be written, by rank.
+
+    Raises:
+        OSError, FillError: not all could be written, or there is nothing to report.
+    """
+    from rich.console import Console
+
+    from megatron.fill import report
+
+    console = Console()
+    if settings.profile_only:
+        cycles = report.profile(segment, unwritten)
+        report.print_cycle(cycles, console)
+        records = report.account_records([segment])
+        accounts = report.account([segment], records)
+        report.print_account(accounts, console)
+        report.print_timers(report.timers(records, accounts), console)
+        report.write_cycles(run_dir / "bubbles.json", cycles)
+        print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
+        return
+    store = store_of(settings, run_dir)
+    try:
+        made = report.compose(
+            run_dir,
+            lambda names: current_states(store, run_dir, False, names),
+            ended=segment,
+            unwritten=unwritten,
+        )
+    except report.NotWritten as error:
+        report.print_report(error.report, console)
+        raise
+    report.print_report(made, console)
+    print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
+    page = f"report {shlex.quote(str(run_dir))} --html {shlex.quote(str(run_dir / 'report.html'))}"
+    if settings.serves:
+        print_next(store, "list", "usage --by job", plain=[page])
+    else:
+        print_next(None, page)

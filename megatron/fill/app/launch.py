@@ -20,14 +20,11 @@ import megatron.fill.device.before_cuda  # noqa: F401 -- before the script impor
 import pipefill_patches
 from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
 from megatron.fill.agent.turn import Turn
-from megatron.fill.app.alone import measure_alone, rounds
-from megatron.fill.app.closing import kept, tell_of_jobs
+from megatron.fill.app.closing import collect, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.handover import check_between, take_turn
-from megatron.fill.app.lastwords import collect, hand_in
 from megatron.fill.app.placing import Place, world_size
-from megatron.fill.app.reporting import report_end
 from megatron.fill.app.runfolder import (
     STORE,
     check_owner,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Iterator
 
 from megatron.fill.linux import memfd
 from megatron.fill.pages.phases import Saving, WorkerPhase
-from megatron.fill.pages.recent import recent
 from megatron.fill.profiles import is_amount
 from megatron.fill.types import BubbleUse, Lack, WorkerRecord
 from megatron.fill.untrusted import plain
@@ -313,3 +313,16 @@ def _sensible(use: BubbleUse) -> bool:
     whole = all(0 <= its < _MOST for its in (use.seq, use.steps, use.left_ns)) and 0 <= use.lack < len(Lack)
     times = (use.harvested_ns, use.overrun_ns, use.latency_ns + 1, use.held_ns)
     return whole and all(0 <= its <= _LONGEST_NS for its in times)
+
+
+def recent(ring: memoryview, width: int, count: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield the latest ``most`` rows of a ring buffer, oldest first.
+
+    Args:
+        ring: words of the ring, in rows of ``width``.
+        count: number of rows written so far.
+    """
+    rows = len(ring) // width
+    for row in range(max(0, count - min(rows, most)), count):
+        at = row % rows * width
+        yield tuple(ring[at : at + width])

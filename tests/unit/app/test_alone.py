@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.app import alone
+from megatron.fill.app import closing
 from megatron.fill.config import FillSettings
 from megatron.fill.types import RankInfo
 
@@ -18,16 +18,16 @@ def info(device: str, local_rank: int = 0) -> RankInfo:
 
 def test_on_the_cpu_there_is_a_turn_for_each_rank_of_a_node_and_on_gpus_one_for_all():
     asked = FillSettings(store="s.db", baseline_seconds=1.0)
-    assert alone.rounds(asked, info("cpu")) == 3
-    assert alone.rounds(asked, info("cuda:0")) == 1
-    assert alone.rounds(FillSettings(store="s.db"), info("cpu")) == 0
+    assert closing.rounds(asked, info("cpu")) == 3
+    assert closing.rounds(asked, info("cuda:0")) == 1
+    assert closing.rounds(FillSettings(store="s.db"), info("cpu")) == 0
 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     monkeypatch.setattr("torch.distributed.barrier", lambda: done.append("barrier"))
-    monkeypatch.setattr(alone.time, "sleep", lambda seconds: done.append(f"rest {seconds:g}"))
+    monkeypatch.setattr(closing.time, "sleep", lambda seconds: done.append(f"rest {seconds:g}"))
     return done
 
 
@@ -39,22 +39,22 @@ def session(done: list[str], local_rank: int) -> Any:
 
 @pytest.mark.parametrize("local_rank", [0, 1, 2])
 def test_a_rank_measures_in_its_turn_and_rests_in_the_others(done, local_rank):
-    alone.measure_alone(session(done, local_rank), 3, 2.0)
+    closing.measure_alone(session(done, local_rank), 3, 2.0)
     expected = ["rest 2"] * 3
     expected[local_rank] = "measure 2"
     assert done == [word for turn in expected for word in ("barrier", turn)] + ["barrier"]
 
 
 def test_a_rank_without_a_session_keeps_step_with_the_others(done):
-    alone.measure_alone(None, 3, 2.0)
+    closing.measure_alone(None, 3, 2.0)
     assert done == ["barrier", "rest 2"] * 3 + ["barrier"]
 
 
 def test_a_node_with_more_ranks_than_turns_has_two_in_one(done):
-    alone.measure_alone(session(done, 2), 2, 1.0)
+    closing.measure_alone(session(done, 2), 2, 1.0)
     assert done == ["barrier", "measure 1", "barrier", "rest 1", "barrier"]
 
 
 def test_nothing_is_waited_for_if_nothing_is_measured(done):
-    alone.measure_alone(session(done, 0), 0, 0.0)
+    closing.measure_alone(session(done, 0), 0, 0.0)
     assert done == []

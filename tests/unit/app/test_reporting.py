@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.fill.app.reporting import report_end
+from megatron.fill.app.closing import report_end
 from megatron.fill.config import FillSettings
 from megatron.fill.records import last_segment
 from tests.support.segments import write_segment

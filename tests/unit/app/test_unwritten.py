@@ -16,8 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.app import lastwords
-from megatron.fill.app.lastwords import collect, hand_in
+from megatron.fill.app import closing
+from megatron.fill.app.closing import collect, hand_in
 from megatron.fill.pages.lastword import MOST_BYTES, LastWord, Left
 from megatron.fill.records import (
     AgentFile,
@@ -251,4 +251,4 @@ def test_ranks_hand_in_over_the_store_and_one_that_is_gone_is_not_waited_for(mon
         hand_in(rank, 3, its)
     assert collect(4) == left  # rank 3 died before
     assert store.timeout == usual
-    assert lastwords._ALL_BYTES // 4096 >= 64
+    assert closing._ALL_BYTES // 4096 >= 64

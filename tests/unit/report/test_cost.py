@@ -9,7 +9,7 @@ import pytest
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.part import JobWork
 from megatron.fill.report.schema import Cost, JobReport, Slowdown
-from megatron.fill.report.spent import cost_lines
+from megatron.fill.report.terminal import cost_lines
 from megatron.fill.status import Status
 from megatron.fill.types import Iteration, JobRecord, JobState, Prices
 from tests.support.synthetic import MS, report_of, synthetic_run

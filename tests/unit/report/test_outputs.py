@@ -23,8 +23,8 @@ from megatron.fill.report import (
     shares,
     write_trace,
 )
-from megatron.fill.report.bars import join, subtract
 from megatron.fill.report.schema import AccountReport, NamedTime
+from megatron.fill.report.timeline import join, subtract
 from megatron.fill.report.window import choose_window, near
 from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
