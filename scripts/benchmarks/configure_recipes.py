@@ -1,4 +1,4 @@
-"""NVIDIA's published trainings: is their layout among the first that the configurator names?
+"""NVIDIA's published trainings: is their layout among the first five that the configurator names, or tied with them?
 
 Of the folder it reads ``performance-summary.md`` and ``performance-summary-archive.md`` (``docs/`` of
 <https://github.com/NVIDIA-NeMo/Megatron-Bridge>): layouts and measured throughput by model, system, precision, batch
@@ -20,7 +20,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
-from megatron.fill.wings.configure.ranked import ranks
+from megatron.fill.wings.configure.ranked import MODEL_ERROR, ranks
 from megatron.fill.wings.configure.search import Evaluator, Proposal, search
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -35,8 +35,8 @@ _SYSTEMS = {  # GPU, network and the GPUs of an NVLink domain that layouts divid
 }
 _PRECISIONS = {
     "BF16": "",
-    "FP8": "--fp8-format hybrid --fp8-recipe tensorwise",
-    "MXFP8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "FP8": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+    "MXFP8": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
 }
 _OTHER_NAMES = {"FP8-CS": "FP8", "FP8-MX": "MXFP8"}
 _ALL = (
@@ -187,10 +187,14 @@ def find(one: Published, top: int = 12) -> Found:
     times = [its.iteration_s for its in found]
     place = next((at for at, its in enumerate(found) if shape_of(its.parallel) == one.shape), None)
     own = found[place].iteration_s if place is not None else _own_s(Evaluator(training, cluster, links), one)
+    rank = None
+    if own is not None:
+        rank = ranks([its for its in times if its < own] + [own], MODEL_ERROR)[-1]
+        rank = rank if rank <= len(times) else None
     return Found(
         one,
         None if place is None else place + 1,
-        None if place is None else ranks(times)[place],
+        rank,
         None if own is None else own / times[0] - 1,
         None if own is None else own / one.measured_s - 1,
         all(its.interval_bytes[1] <= cluster.room_bytes for its in found[:_FIRST]),

@@ -222,7 +222,9 @@ def test_flags_that_are_not_weighed_are_named():
 
 def test_stages_of_unlike_layers_are_named():
     lines = run("--top", "1", flags=f"{FLAGS} --num-layers 30 --pipeline-model-parallel-size 4").splitlines()
-    assert lines[3] == "Row 1: the first of its stages has 7 layers, the last 7."
+    assert lines[3] == "Row 1: its virtual stages have 1 to 2 layers, the last 1."
+    alone = f"{FLAGS} --num-layers 30 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1"
+    assert ": the first of its stages has 7 layers, the last 7.\n" in run("--top", "9", flags=alone)
 
 
 def test_layers_that_megatron_cannot_divide_do_not_pay():

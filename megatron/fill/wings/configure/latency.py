@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ from megatron.fill.pipeline.program import eager, rendezvous
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.wings.configure.layout import Layout, StageRoutes
-from megatron.fill.wings.configure.links import all_reduce_s
+from megatron.fill.wings.configure.links import Route, all_reduce_s
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.analytic import (
     ALL_REDUCES,
@@ -28,6 +29,10 @@ from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
 from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, Part, layer_parts, stage_cost
 
+# Share of a GPU's processors that an exchange beside computing holds: 16 of 132 to 148, by default (Megatron-Bridge's
+# performance guide).
+HELD = 0.12
+_EIGHT_BITS = 0.75  # of tensor parallelism's bytes: what is gathered is half as large, what is reduced is not
 # Parameters of a bucket: Megatron-core 0.19, ``DistributedDataParallel``.
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
@@ -65,7 +70,10 @@ def iteration(
     reduces, optimizers = [], []
     # by identity: hashing routes for each layer takes longer than all the rest
     distinct = {id(routes): routes for routes in layout.stages}
-    parts = layer_parts(model, gpu, its, efficiency) if passes is None else None
+    parts: Mapping[str, Part] | None = None
+    if passes is None:
+        hides = its.cp > 1 or model.kernels.overlaps.tensor or model.kernels.overlaps.experts
+        parts = layer_parts(model, gpu, its, efficiency) if hides else {}
     exchange_of = {number: _exchange_s(model, its, routes, parts) for number, routes in distinct.items()}
     exchanges = [exchange_of[id(routes)] for routes in layout.stages]
     stages = stage_times(model, gpu, efficiency, its, exchanges, passes)
@@ -87,6 +95,8 @@ def iteration(
         optimizers.append(_ns(fixed_s + step_s))
     size = p2p_bytes(model, its)
     times = {route: _ns(route.time_s(size)) for row in layout.replicas for pair in row for route in pair}
+    if transfers_hold(its, passes):
+        stages = _with_transfers(its, stages, layout, times)
     return Iteration(
         its,
         PipelineCosts(tuple(stages), 0, (0,) * its.pp, tuple(optimizers)),
@@ -94,6 +104,28 @@ def iteration(
         tuple(reduces),
         layout.rendezvous,
     )
+
+
+def transfers_hold(its: Parallel, passes: Passes | None) -> bool:
+    """Return True if transfers are beside passes and take of their processors; measured passes have that in them."""
+    return its.chunks > 1 and passes is None
+
+
+def _with_transfers(
+    its: Parallel, stages: Sequence[StageCost], layout: Layout, times: Mapping[Route, int]
+) -> list[StageCost]:
+    """Passes with what transfers beside them take of their processors: each receives and sends something once."""
+    pp, placement = its.pp, its.placement
+    sent = [0] * (len(stages) + 1)  # to each virtual stage from the one before it
+    for at, (source, rank) in enumerate(itertools.pairwise(placement), 1):
+        if source != rank:
+            link, back = (source, 0) if (source + 1) % pp == rank else (rank, 1)
+            sent[at] = max(times[row[link][back]] for row in layout.replicas)
+    found = []
+    for cost, before, behind in zip(stages, sent, sent[1:], strict=False):
+        held = round(HELD * (before + behind))
+        found.append(replace(cost, forward_ns=cost.forward_ns + held, backward_ns=cost.backward_ns + held))
+    return found
 
 
 def stage_times(
@@ -159,8 +191,12 @@ def _parameter_groups(model: ModelSpec, its: Parallel, stage: int) -> tuple[tupl
 
 
 def _exposed_s(exchange_s: float, beside_s: float, share: float) -> float:
-    """Seconds of an exchange that are not hidden by computing beside it; a share of it never is."""
-    return max(exchange_s * share, exchange_s - beside_s)
+    """Seconds that an exchange adds to the computing beside it; a share of it is never hidden.
+
+    The processors that it holds while it is hidden are not there to compute.
+    """
+    exposed_s = max(exchange_s * share, exchange_s - beside_s)
+    return exposed_s + HELD * (exchange_s - exposed_s)
 
 
 def _exchange_s(
@@ -174,7 +210,8 @@ def _exchange_s(
     tokens, and send them back; with a second microbatch under way, which takes virtual stages, its passes hide it.
 
     Args:
-        parts: the layer's; None to count no tensor parallelism and hide nothing, as its passes are measured.
+        parts: the layer's, or empty if they hide nothing; None to count no tensor parallelism and hide nothing, as
+            passes are measured.
     """
     size, overlaps = boundary_bytes(model, its), model.kernels.overlaps
     keys_s = 0.0
@@ -185,7 +222,10 @@ def _exchange_s(
     experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
     if parts is None:
         return keys_s + experts_s, 2 * keys_s + experts_s
-    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, size)
+    gathered = _EIGHT_BITS if model.kernels.fp8 and its.sequence_parallel else 1.0
+    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, gathered * size)
+    if not parts:
+        return reduce_s + experts_s, reduce_s + experts_s
     found = []
     for ring_s, name in ((keys_s, "forward_s"), (2 * keys_s, "backward_s")):
         attention_s = getattr(parts["core_attn"], name)
@@ -209,7 +249,7 @@ def _reduce_and_step_s(
     """Gradients over the replicas, and the optimizer; the distributed one scatters, does its part, and gathers.
 
     What is exchanged in buckets may be hidden, all but one bucket, by the last microbatch's backward passes, or the
-    first one's forward passes.
+    first one's forward passes.  In a pipeline, each virtual stage has one bucket.
 
     Args:
         parameter_s: seconds of the optimizer for a parameter.
@@ -229,7 +269,7 @@ def _reduce_and_step_s(
             reduce_s += gradients_s
             step_s += own_s
     bucket = max(_BUCKET, _BUCKET_PER_RANK * its.replicas)
-    share = min(1.0, bucket / max(1.0, sum(parameters for parameters, _ in groups)))
+    share = min(1.0, bucket / max(1.0, sum(parameters for parameters, _ in groups))) if its.pp == 1 else 1 / its.chunks
     if overlaps.gradients:
         reduce_s = _exposed_s(reduce_s, passes_s[1], share)
     if overlaps.weights:

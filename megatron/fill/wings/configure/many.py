@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.fill.wings.configure.latency import fixed_step_s, stage_times, step_sizes
+from megatron.fill.wings.configure.latency import HELD, fixed_step_s, stage_times, step_sizes, transfers_hold
 from megatron.fill.wings.configure.links import Links, all_reduce_s
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.analytic import ALL_REDUCES, boundary_bytes, p2p_bytes, tied_embedding_bytes
@@ -41,6 +41,7 @@ class ManyOrders:
         self._tied_bytes = tied_embedding_bytes(model, its)
         self._sizes = step_sizes(model, gpu, its, passes)
         self._fixed_s = fixed_step_s(its, passes)
+        self._held = transfers_hold(its, passes)
         units = range(its.gpus // its.tp)
         rings = [links.ring([range(unit * its.tp, (unit + 1) * its.tp)]) for unit in units]
         reduces = [ALL_REDUCES * all_reduce_s(ring, its.tp, boundary_bytes(model, its)) for ring in rings]
@@ -74,6 +75,9 @@ class ManyOrders:
         reduce, step = self._reduce_and_step(ranks)
         onward = np.roll(ranks, -1, axis=1)
         there, back = self._transfers_ns(ranks, onward), self._transfers_ns(onward, ranks)
+        if self._held:
+            held = self._held_ns(there.max(axis=2))
+            forward, passes = forward + held[:, : its.pp], passes + 2 * held
         work = its.microbatches * passes.reshape(len(ranks), its.chunks, its.pp).sum(axis=1)
         backward = passes[:, : its.pp] - forward
         # along the pipeline, for each replica: K x dp x pp
@@ -98,6 +102,13 @@ class ManyOrders:
         virtual = np.arange(slowest.shape[1])
         forward = self._forward[virtual, slowest]
         return forward[:, : self._its.pp], forward + self._backward[virtual, slowest]
+
+    def _held_ns(self, there: Ints) -> Ints:
+        """What transfers take of a pass beside them, by virtual stage; ``there`` is K x pp, to the next stage."""
+        behind = np.tile(there, self._its.chunks)
+        before = np.roll(behind, 1, axis=1)
+        before[:, 0] = behind[:, -1] = 0
+        return np.rint(HELD * (before + behind)).astype(np.int64)
 
     def _reduce_and_step(self, ranks: Ints) -> tuple[Ints, Ints]:
         """K x pp each."""

@@ -22,6 +22,7 @@ from megatron.fill.wings.configure.flags import Training
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
+_CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divide among the stages
 _MOST_MICROBATCH = 64  # samples; more fit no GPU with any sequence worth dividing
 
 
@@ -67,6 +68,8 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
     layers = model.layers + embedding + loss
     given = fixed.get("stage_layers")
     ends = {} if embedding or loss or given else _uneven(layers, pp)
+    divided = pp == 1 or given or embedding or loss or {"first_layers", "last_layers"} & fixed.keys()
+    last = 0.0 if divided else _last_layers(padded(training, tp))
     holders = tp * dp * cp // fixed.get("expert_tp", tp)  # ranks that may have different experts, each of that width
     experts = [its for its in divisors(max(1, holders)) if model.experts % its == 0] if model.experts else [1]
     for microbatch, ep in product(
@@ -76,46 +79,82 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
             excluded["--micro-batch-size divides the batch of a replica, and is at most 64"] += 1
             continue
         microbatches = training.global_batch // dp // microbatch
-        chunks = [1, *(its for its in divisors(layers // pp) if its > 1)] if not ends else [1]
+        chunks = [1, *(its for its in divisors(layers // pp) if its > 1)]
+        if ends:
+            chunks = [1] if divided else [its for its in _CHUNKS if its * pp <= layers]
         for chunk in _choices("chunks", chunks, fixed):
-            if chunk > 1 and (pp == 1 or ends or (not given and layers % (pp * chunk))):
+            alike = chunk == 1 or not (ends or (not given and layers % (pp * chunk)))
+            balanced = None if divided else _balanced(layers, pp, chunk, last)
+            if chunk > 1 and (pp == 1 or not (alike or balanced)):
                 excluded["virtual stages: several stages, and layers that divide among them"] += 1
                 continue
             if chunk > 1 and not _grouped(microbatches, fixed.get("group_size", pp), pp):
                 excluded["virtual stages: micro-batches in groups that have at least as many as there are stages"] += 1
                 continue
-            if ends is None:
+            if ends is None and balanced is None:
                 excluded["--num-layers is divided among the stages, but for the first and the last"] += 1
                 continue
-            try:
-                found = Parallel(
-                    tp=tp,
-                    pp=pp,
-                    dp=dp,
-                    cp=cp,
-                    ep=ep,
-                    chunks=chunk,
-                    microbatch=microbatch,
-                    global_batch=training.global_batch,
-                    schedule="interleaved" if chunk > 1 else "1f1b",
-                    sequence_parallel=tp > 1 and model.sequence % tp == 0,
-                    recompute=fixed.get("recompute", Recompute.NONE),
-                    recompute_modules=fixed.get("recompute_modules", ("core_attn",)),
-                    precision=training.precision,
-                    distributed_optimizer=dp * cp > 1,
-                    expert_tp=fixed.get("expert_tp"),
-                    group_size=fixed.get("group_size") if chunk > 1 else None,
-                    embedding_is_layer=embedding,
-                    loss_is_layer=loss,
-                    stage_layers=given,
-                    first_layers=ends.get("first_layers"),
-                    last_layers=ends.get("last_layers"),
-                )
-                found.check(model)
-            except ValueError as error:
-                excluded[str(error)] += 1
-                continue
-            yield found
+            splits: list[dict[str, Any]] = []
+            if alike and ends is not None:
+                splits.append(ends | {"stage_layers": given})
+            if balanced is not None:
+                splits.append({"stage_layers": balanced})
+            for split in splits:
+                try:
+                    found = Parallel(
+                        tp=tp,
+                        pp=pp,
+                        dp=dp,
+                        cp=cp,
+                        ep=ep,
+                        chunks=chunk,
+                        microbatch=microbatch,
+                        global_batch=training.global_batch,
+                        schedule="interleaved" if chunk > 1 else "1f1b",
+                        sequence_parallel=tp > 1 and model.sequence % tp == 0,
+                        recompute=fixed.get("recompute", Recompute.NONE),
+                        recompute_modules=fixed.get("recompute_modules", ("core_attn",)),
+                        precision=training.precision,
+                        distributed_optimizer=dp * cp > 1,
+                        expert_tp=fixed.get("expert_tp"),
+                        group_size=fixed.get("group_size") if chunk > 1 else None,
+                        embedding_is_layer=embedding,
+                        loss_is_layer=loss,
+                        **split,
+                    )
+                    found.check(model)
+                except ValueError as error:
+                    excluded[str(error)] += 1
+                    continue
+                yield found
+
+
+def _last_layers(model: ModelSpec) -> float:
+    """Return the layers that take as long as what the last stage has beside its own; 8-bit layers take half."""
+    outputs = model.output_flops(1) * (2 if model.kernels.fp8 else 1) * (1 + model.predicted)
+    return outputs / model.layer_flops(1) + model.predicted
+
+
+def _balanced(layers: int, pp: int, chunks: int, last: float) -> tuple[int, ...] | None:
+    """Return layers of the virtual stages with which the last rank has as much to do as others, output included.
+
+    None if others would have as much as the last one has if layers are divided evenly, or would not gain half a layer.
+
+    Args:
+        last: layers that take as long as what the last stage has beside its own.
+    """
+    own = max(0, round((layers + last) / pp - last))
+    each, rest = divmod(layers - own, pp - 1)
+    even = layers // pp
+    if layers % pp == 0 and even + last - max(own + last, each + (rest > 0)) < 0.5:
+        return None
+    # the first rank has the embedding, so those in the middle have a layer more
+    ranks = [each + (0 < rank <= rest) for rank in range(pp - 1)] if rest < pp - 1 else [each + 1] * (pp - 1)
+    virtual: list[int] = []
+    for chunk in range(chunks):
+        # of each rank, early chunks have a layer more
+        virtual += [count // chunks + (chunk < count % chunks) for count in (*ranks, own)]
+    return tuple(virtual) if sum(virtual) == layers else None
 
 
 def _grouped(microbatches: int, group_size: int, pp: int) -> bool:

@@ -33,7 +33,9 @@ _EXPERT_KERNELS = 16  # router, sorting, exchange
 _LATENT_KERNELS = 8  # two products and a norm more for each of both latents, and joining rotated channels to others
 _FP8_RATE = 2  # of 16-bit numbers', by the data sheets
 _LOSS_PASSES = 3  # over logits in single precision
-_QUANTIZED = 6  # bytes moved for each number that is made an 8-bit one: read for its scale and again, written twice
+# Bytes moved more for each number that is made an 8-bit one and written twice: 4 if it is read for it, none if a norm
+# or an activation gives it, as with most inputs of products and one gradient of four; and 2 to find a scale first.
+_QUANTIZED = 3
 # SimuMax's measured products of several experts at once reach 0.302 of a B200's peak on average, others 0.488.
 _GROUPED = 0.62
 

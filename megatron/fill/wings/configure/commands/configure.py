@@ -73,7 +73,7 @@ def configure(
     from megatron.fill.wings.configure.flags import read_flags
     from megatron.fill.wings.configure.launch import write_launch
     from megatron.fill.wings.configure.passes import load_passes
-    from megatron.fill.wings.configure.ranked import why
+    from megatron.fill.wings.configure.ranked import ERROR, MODEL_ERROR, why
     from megatron.fill.wings.configure.value import Objective, fill_kinds
 
     if objective not in list(Objective):
@@ -89,7 +89,8 @@ def configure(
     passes = load_passes(profile, training) if profile else None
     correction = None if memory_model is None else Correction.load(memory_model)
     choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction)
-    _print_choice(choice, there, Objective(objective))
+    error = MODEL_ERROR if passes is None else ERROR
+    _print_choice(choice, there, Objective(objective), error)
     if len(choice.best) > 1:
         first, second = choice.best[:2]
         Console(highlight=False).print(f"Why row 1 before row 2: {why(first, second, training, there, passes)}.")
@@ -220,11 +221,11 @@ def _gib(its: Proposal) -> str:
     return f"{its.peak_bytes / 2**30:.1f} ({low:.1f}-{high:.1f})"
 
 
-def _print_choice(choice: Choice, cluster: Cluster, objective: Objective) -> None:
+def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megatron.fill.wings.configure.ranked import ERROR, ranks
+    from megatron.fill.wings.configure.ranked import ranks
 
     priced = cluster.price_per_gpu_hour is not None
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -233,7 +234,7 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective) -> Non
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "RECOMPUTE" else "right", no_wrap=True)
     main = objective == "main"
-    ranked = ranks([one.proposal.iteration_s if main else one.net_gpu_s for one in choice.best])
+    ranked = ranks([one.proposal.iteration_s if main else one.net_gpu_s for one in choice.best], error)
     for rank, one in zip(ranked, choice.best, strict=True):
         its, para = one.proposal, one.proposal.parallel
         sizes = (para.gpus, para.tp, para.pp, para.chunks, para.dp, para.cp, para.ep, para.microbatch)
@@ -242,9 +243,11 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective) -> Non
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80 if not priced else 90).print(table)
     if len(set(ranked)) < len(ranked):
-        print(f"= marks ties: rows within {ERROR:.1%} of a rank's first, the predictions' mean error.")
+        print(f"= marks ties: rows within {error:.1%} of a rank's first, the predictions' mean error.")
     for number, one in enumerate(choice.best, 1):
         first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers
         if first is not None or last is not None:
             print(f"Row {number}: the first of its stages has {first} layers, the last {last}.")
+        if (split := one.proposal.parallel.stage_layers) is not None:
+            print(f"Row {number}: its virtual stages have {min(split)} to {max(split)} layers, the last {split[-1]}.")
     print(f"The best of {choice.configurations} configurations, {choice.timed} of which were timed.")
