@@ -1,8 +1,8 @@
 """The turn on a device: two locks by which a rank that starts sends the keeper of an earlier one away.
 
-A rank locks its byte of ``RUN/agents/turn-NODE-0.lock`` as soon as it knows its run folder, and then looks whether a
-keeper holds the other; a keeper locks its own first, and then looks for a rank.  So one of them sees the other, in
-whatever order they come.  The locks end with their processes.
+A rank locks its byte of ``RUN/agents/turn-NODE-0.lock`` when it starts, and then looks whether a keeper holds the
+other.  A keeper locks its own first, and then looks for a rank.  So one of them sees the other, in whatever order they
+come.  The locks end with their processes.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from megatron.fill.app.share import share, why_no_client
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
+from megatron.fill.device.joining import flag_of
 from megatron.fill.device.meter import own_version
 from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.jobs import submitter
@@ -78,6 +79,15 @@ class Launch:
         self._freed: Freed | None = None
         self._turn: Turn | None = None
 
+    def take_turn(self) -> None:
+        """Take the device from jobs of an earlier start, before anything is imported that uses CUDA.
+
+        A run folder that the command line does not name is known once it is parsed.
+        """
+        report = flag_of(sys.argv, "--fill-report")
+        if report:
+            self._turn = take_turn(Path(report))
+
     def on_parse(self, args: Namespace) -> None:
         self.settings = settings = FillSettings.from_args(args)
         if settings.rank_order is not None and self._place.rank is None:  # a script may parse its flags twice
@@ -89,7 +99,6 @@ class Launch:
                 raise ConfigError(
                     f"--fill-report {settings.report}: {error.strerror}; expected a folder that can be written"
                 ) from error
-            # A script may parse its flags twice.
             self._turn = self._turn or take_turn(Path(settings.report))
         check_between(settings)
         parse_policy(settings.policy)
@@ -315,6 +324,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     run = Launch()
     attached.lifecycle = run
     try:
+        run.take_turn()
         pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
         _run(main, run)
     except RunTaken as error:

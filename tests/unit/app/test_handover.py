@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.fill.app.handover import check_between, take_turn
+from megatron.fill.app.launch import launch
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import AGENTS
@@ -43,3 +44,11 @@ def test_it_is_refused_where_srun_ends_what_a_rank_leaves(monkeypatch):
         check_between(BETWEEN)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     check_between(BETWEEN)
+
+
+def test_a_rank_takes_its_turn_before_the_script_imports_anything(tmp_path, monkeypatch):
+    (tmp_path / AGENTS).mkdir()
+    monkeypatch.setattr("sys.argv", ["train.py", f"--fill-report={tmp_path}"])
+    seen = []
+    launch(lambda: seen.extend((tmp_path / AGENTS).glob("turn-*.lock")), patches=())
+    assert len(seen) == 1
