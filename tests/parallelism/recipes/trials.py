@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.store import Job
-from scripts.benchmarks import recipe_bert
-from scripts.benchmarks.recipe_sizes import ENDLESS, VOCABULARY, Shrunk
 from tests.e2e.training import OURS, PATCHED, UPSTREAM, Running, Trained, losses, start
 from tests.parallelism.check import spins
+from tests.parallelism.recipes import bert
+from tests.parallelism.recipes.sizes import ENDLESS, VOCABULARY, Shrunk
 
 FIRST, SECOND = 6, 12  # iterations to a checkpoint that is resumed, and to the end, at least
 REST_MS = 50.0  # that ranks with jobs sleep after each iteration, so that these start sooner
 RERUN_CODES = (16, 17)  # Megatron's: it found an error that it was told to inject, and ended
 ENDING_S = 120
 SCRIPTS = {"bert": "examples/bert/pretrain_bert.py", "hybrid": "pretrain_hybrid.py"}  # of the checkout; else ours
-BERT = "scripts/benchmarks/recipe_bert.py"  # comes before the script
+BERT = "tests/parallelism/recipes/bert.py"  # comes before the script
 
 
 class Stopped(Exception):
@@ -143,7 +143,7 @@ class Trial:
             folder.mkdir()
             (folder / "checkpoints").mkdir()
             if self.family == "bert":
-                recipe_bert.write(folder, VOCABULARY)
+                bert.write(folder, VOCABULARY)
         return folder
 
     def _script(self, usual: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What Megatron-LM's BERT recipes need besides its script: a small corpus, as there is no mock data for it.
 
-python -m pipefill_patches scripts/benchmarks/recipe_bert.py PATH ARGUMENTS...
+python -m pipefill_patches tests/parallelism/recipes/bert.py PATH ARGUMENTS...
 
 runs the script, whose path comes first, without Transformer Engine, whose layers it always imports.
 """

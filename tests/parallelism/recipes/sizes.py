@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scripts.benchmarks.recipes import FROZEN, PIPELINE, RESUMED, Recipe, Value
+from tests.parallelism.recipes.read import FROZEN, PIPELINE, RESUMED, Recipe, Value
 
 MOST_RANKS = 8
 ENDLESS = 100_000  # iterations; the training is ended from outside

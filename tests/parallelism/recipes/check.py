@@ -5,7 +5,7 @@ pipeline stage, shrinks their sizes, and trains each on the CPU: with a job on e
 its CPU backend.  All losses are compared to the bit.  Megatron's own layers stand in for Transformer Engine's.  What
 had to be replaced besides, and why a recipe cannot be trained here, is said of each.
 
-    python scripts/benchmarks/check_recipes.py --megatron ../Megatron-LM --json docs/benchmarks/megatron-recipes.json
+    python -m tests.parallelism.recipes.check --megatron ../Megatron-LM --json docs/benchmarks/megatron-recipes.json
 
 Recipes that are in the file already are not trained again, but for those that are named by --recipes.  Nothing of the
 checkout is changed or copied.  Exits with 1 where a recipe fails: losses differ, a rank's jobs do not step, or it
@@ -28,14 +28,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from megatron.fill.linux.files import write_text
-from scripts.benchmarks import recipes
 from scripts.benchmarks.harness import arguments
-from scripts.benchmarks.recipe_sizes import Shrunk, shrink
-from scripts.benchmarks.recipe_trials import Outcome, Trial
 from tests.e2e.training import warm_ranks
 from tests.parallelism.check import earlier
+from tests.parallelism.recipes.read import Recipe, read
+from tests.parallelism.recipes.sizes import Shrunk, shrink
+from tests.parallelism.recipes.trials import Outcome, Trial
 
-COMMAND = "python scripts/benchmarks/check_recipes.py --megatron PATH --json docs/benchmarks/megatron-recipes.json"
+COMMAND = "python -m tests.parallelism.recipes.check --megatron PATH --json docs/benchmarks/megatron-recipes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def row(name: str, content: dict[str, Any]) -> Row:
     return TypeAdapter(Row).validate_python({"name": name, **fields})
 
 
-def untrained(recipe: recipes.Recipe) -> str:
+def untrained(recipe: Recipe) -> str:
     """The reason why a recipe is no training; nothing where it is one."""
     if recipe.mode == "inference":
         return "it is no training: it answers prompts from a checkpoint of NVIDIA's"
@@ -104,7 +104,7 @@ def untrained(recipe: recipes.Recipe) -> str:
     return ""
 
 
-def check(recipe: recipes.Recipe, done: list[Row], checkout: Path, folder: Path, limit_s: float) -> Row:
+def check(recipe: Recipe, done: list[Row], checkout: Path, folder: Path, limit_s: float) -> Row:
     """Train a recipe, if that is possible and no other of the same flags was trained."""
     shrunk, begun = shrink(recipe), time.monotonic()
     reason = untrained(recipe)
@@ -119,9 +119,9 @@ def check(recipe: recipes.Recipe, done: list[Row], checkout: Path, folder: Path,
     return _row(recipe, shrunk, outcome, seconds=round(time.monotonic() - begun, 1))
 
 
-def _row(recipe: recipes.Recipe, shrunk: Shrunk, outcome: Outcome, same_as: str = "", seconds: float = 0.0) -> Row:
-    read = recipe.name, recipe.family, recipe.kind, recipe.local
-    return Row(*read, shrunk.ranks, shrunk.resumed, shrunk.replaced, _flags(shrunk), outcome, same_as, seconds)
+def _row(recipe: Recipe, shrunk: Shrunk, outcome: Outcome, same_as: str = "", seconds: float = 0.0) -> Row:
+    facts = recipe.name, recipe.family, recipe.kind, recipe.local
+    return Row(*facts, shrunk.ranks, shrunk.resumed, shrunk.replaced, _flags(shrunk), outcome, same_as, seconds)
 
 
 def _flags(shrunk: Shrunk) -> str:
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and reports in this new folder")
     options = parser.parse_args()
     try:
-        found = recipes.read(options.megatron.resolve())
+        found = read(options.megatron.resolve())
         before = earlier(options.json) if options.json is not None else {}
         rows = {name: row(name, content) for name, content in before.items()}
         if options.keep is not None:

@@ -1,4 +1,4 @@
-"""``scripts/benchmarks/check_recipes.py``: which recipes it takes, how it shrinks them, and what it says of them."""
+"""``tests/parallelism/recipes/check.py``: which recipes it takes, how it shrinks them, and what it says of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.check_recipes import Row, main, row, summary, untrained
-from scripts.benchmarks.recipe_sizes import layout, shrink
-from scripts.benchmarks.recipe_trials import Outcome, Stopped, Trial, told, who_waits
-from scripts.benchmarks.recipes import CASES, Recipe, parse, read
+from tests.parallelism.recipes.check import Row, main, row, summary, untrained
+from tests.parallelism.recipes.read import CASES, Recipe, parse, read
+from tests.parallelism.recipes.sizes import layout, shrink
+from tests.parallelism.recipes.trials import Outcome, Stopped, Trial, told, who_waits
 
 PIPELINE = {"--pipeline-model-parallel-size": "2"}
 WELL = Outcome(iterations=12, bubble_share=0.25, steps=(3, 9), identical=True)
@@ -295,7 +295,7 @@ def test_who_waits_is_the_innermost_line_of_megatron_in_each_rank():
 def test_wrong_calls(tmp_path, monkeypatch, capsys, arguments, said):
     write(tmp_path, "own", "MODEL_ARGS: {--pipeline-model-parallel-size: 2}\n")
     filled = [argument.format(checkout=tmp_path, script=__file__) for argument in arguments]
-    monkeypatch.setattr(sys, "argv", ["check_recipes.py", *filled])
+    monkeypatch.setattr(sys, "argv", ["check.py", *filled])
     with pytest.raises(SystemExit, match="2"):
         main()
     assert said in capsys.readouterr().err
