@@ -142,10 +142,9 @@ def run_folder(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "where", ["runs/first", "runs/first/jobs.db", "sqlite:///runs/first/jobs.db", "./runs/../runs/first"]
-)
-def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeypatch, tmp_path, where):
+@pytest.fixture
+def first_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The run ``runs/first`` and a jobs file in the working folder, on a machine that is not looked at."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         sys.modules["megatron.fill.app.launch"], "share", lambda settings, on_cpu: None
@@ -153,6 +152,13 @@ def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeyp
     monkeypatch.setattr(sandbox, "look", lambda *asked: SandboxSupport(("pid", "mount"), ()))
     run_folder(tmp_path / "runs" / "first")
     (tmp_path / "jobs.yaml").write_text("jobs: [{name: pi, command: pi}]")
+
+
+@pytest.mark.usefixtures("first_run")
+@pytest.mark.parametrize(
+    "where", ["runs/first", "runs/first/jobs.db", "sqlite:///runs/first/jobs.db", "./runs/../runs/first"]
+)
+def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeypatch, where):
     monkeypatch.setenv("PIPEFILL_STORE", where)
     message = r"PIPEFILL_STORE is '.*', the store of another run than this one, .* expected --fill-store .* on purpose"
     for report in (None, "runs/second"):
@@ -160,6 +166,10 @@ def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeyp
             Launch().on_parse(flags(jobs="jobs.yaml", report=report))
     Launch().on_parse(flags(jobs="jobs.yaml", report="runs/first"))  # the same run goes on
     Launch().on_parse(flags(jobs="jobs.yaml", report="runs/second", store=where))  # on purpose
+
+
+@pytest.mark.usefixtures("first_run")
+def test_a_variable_that_is_no_oversight_is_served(monkeypatch, tmp_path):
     monkeypatch.setenv("PIPEFILL_STORE", str(tmp_path / "runs" / "first"))  # nobody writes this by accident
     Launch().on_parse(flags(jobs="jobs.yaml"))
     (tmp_path / "shared").mkdir()  # of no run
