@@ -79,7 +79,9 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     @functools.wraps(train_step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
-        bus.begin_iteration((kwargs.get("iteration") or 0) + 1)
+        iteration = (kwargs.get("iteration") or 0) + 1
+        attached.step_began(iteration)
+        bus.begin_iteration(iteration)
         try:
             return train_step(*args, **kwargs)
         finally:

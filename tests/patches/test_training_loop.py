@@ -102,3 +102,34 @@ def test_megatrons_timers_are_read_over_all_of_the_run():
         "{'save-checkpoint': True, 'forward-backward': True, 'forward-compute': True}",
         "{}",
     ]
+
+
+STEPS = """
+import megatron.training.training as training
+
+seen = []
+def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func,
+               iteration=None):
+    seen.append("step")
+training.train_step = train_step
+
+import pipefill_patches
+pipefill_patches.apply(("cpu_backend", "training_loop"))
+from megatron.fill.attached import attached
+
+def step():
+    training.train_step(*[None] * 7, iteration=4)
+
+step()
+attached.steps = seen.append
+step()
+attached.steps = lambda iteration: 1 / 0
+step()
+print(seen, attached.steps)
+"""
+
+
+def test_who_looks_for_spans_is_called_as_an_iteration_begins_and_an_error_there_harms_nobody():
+    done = python("-c", STEPS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "['step', 5, 'step', 'step'] None"

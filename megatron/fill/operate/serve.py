@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 
+from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.operate.metrics import RunMetrics
 from megatron.fill.operate.spans import RunSpans, sample_every
 from megatron.fill.operate.spec import OTLP, MetricsSpec
-from megatron.fill.records import LiveRank, Sample, last_segment
+from megatron.fill.records import LiveRank, Sample, TracedStep, last_segment, read_account
 
 logger = logging.getLogger("pipefill.metrics")
 
@@ -152,18 +154,33 @@ def trace(collected: Collected, segment: Path) -> None:
     except ImportError as error:
         logger.warning("%s: spans need pip install 'pipefill[metrics]'", error)
         return
+    waiting: list[tuple[LiveRank, Sample]] = []
     while True:
         try:
-            for rank, sample in collected.samples():
-                spans.add(rank, sample)
+            early, waiting = waiting, []
+            for rank, sample in [*early, *collected.samples()]:
+                steps = traced_steps(segment, rank.info.rank)
+                step = steps.get(sample.iteration)
+                # The account, which is another file, may name this iteration only now: by the next look it does.
+                behind = step is None and bool(steps) and sample.iteration > max(steps)
+                if behind and (rank, sample) not in early:
+                    waiting.append((rank, sample))
+                    continue
+                spans.add(rank, sample, step)
         except Exception:  # a record that cannot be read now must not end them for good
             logger.exception("spans cannot be sent now")
         time.sleep(_LOOK_S)
 
 
+def traced_steps(segment: Path, rank: int) -> dict[int, TracedStep]:
+    """Return the spans of the training's own trace that a rank ran in, by iteration; none if they cannot be read."""
+    with suppress(FillError):
+        account = read_account(segment, rank)
+        return {step.iteration: step for step in account.traced} if account is not None else {}
+    return {}
+
+
 def _sample_every() -> int:
-    if not os.environ.get(OTLP):
-        return 0
     try:
         return sample_every(os.environ)
     except ValueError as error:

@@ -2,32 +2,37 @@
 
 An iteration is one trace, whatever node and rank its spans come from: its number is made of the run's folder, the start
 of the training and the iteration.  Each rank has a span of the iteration in it, and below that one of each bubble.
+Where Megatron traces itself, that span has a link to Megatron's own of the same iteration.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.records import LiveRank, Sample
+from megatron.fill.operate.spec import OTLP
+from megatron.fill.records import LiveRank, Sample, TracedStep
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _EXPORTER, _RATIO = "OTEL_TRACES_EXPORTER", "OTEL_TRACES_SAMPLER_ARG"  # OpenTelemetry's own names
 _USUAL_RATIO = 0.01
+_MOST_STEPS = 100  # that are kept of each rank, as of samples
 
 
 def sample_every(environ: Mapping[str, str]) -> int:
-    """Return of how many iterations one is sampled; 0 unless OTEL_TRACES_EXPORTER asks for spans.
+    """Return of how many iterations one is sampled; 0 unless a collector is named and OTEL_TRACES_EXPORTER asks for it.
 
     Raises:
         ValueError: OTEL_TRACES_SAMPLER_ARG is no ratio.
     """
-    if environ.get(_EXPORTER) != "otlp":
+    if environ.get(_EXPORTER) != "otlp" or not environ.get(OTLP):
         return 0
     given = environ.get(_RATIO, _USUAL_RATIO)
     try:
@@ -37,6 +42,30 @@ def sample_every(environ: Mapping[str, str]) -> int:
     if not 0 <= ratio <= 1:
         raise ValueError(f"{_RATIO} is {given!r}; expected a number from 0 to 1")
     return round(1 / ratio) if ratio else 0
+
+
+class StepSpans:
+    """Notes in which spans of the training's own trace its sampled iterations run; in the rank's own process.
+
+    Megatron's is that of ``--otel-enabled``, beyond 0.19; any other that is current when an iteration begins will do.
+
+    Attributes:
+        latest: the latest ones; other threads may copy it.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self.latest: deque[TracedStep] = deque(maxlen=_MOST_STEPS)
+
+    def note(self, iteration: int) -> None:
+        """Note the span of the iteration that begins, if there is one; called on the training's own thread."""
+        if iteration % self._every:
+            return
+        trace = sys.modules.get("opentelemetry.trace")  # without it nobody traces here
+        if trace is not None:
+            its = trace.get_current_span().get_span_context()
+            if its.is_valid:
+                self.latest.append(TracedStep(iteration, f"{its.trace_id:032x}", f"{its.span_id:016x}"))
 
 
 class RunSpans:
@@ -73,14 +102,19 @@ class RunSpans:
         """Send what has not been sent yet."""
         self._provider.force_flush()
 
-    def add(self, rank: LiveRank, sample: Sample) -> None:
-        """Send the spans of an iteration of a rank."""
-        from opentelemetry.trace import set_span_in_context
+    def add(self, rank: LiveRank, sample: Sample, step: TracedStep | None = None) -> None:
+        """Send the spans of an iteration of a rank.
+
+        Args:
+            step: the training's own span of it, if that is known.
+        """
+        from opentelemetry.trace import Link, SpanContext, set_span_in_context
 
         text = f"{self._segment} {sample.iteration}"
         self._numbers.trace = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16]) or 1
         unix_ns = time.time_ns() - time.monotonic_ns()
         info = rank.info
+        links = [Link(SpanContext(int(step.trace, 16), int(step.span, 16), is_remote=True))] if step else []
         whole = self._tracer.start_span(
             "iteration",
             start_time=unix_ns + sample.start_ns,
@@ -89,7 +123,9 @@ class RunSpans:
                 "pipefill.rank": info.rank,
                 "pipefill.stage": info.stage,
                 "pipefill.filling": sample.filling,
+                "pipefill.run": str(self._segment),
             },
+            links=links,
         )
         context = set_span_in_context(whole)
         for bubble in sample.bubbles:

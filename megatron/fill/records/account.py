@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.fill.account import Account, Spent
 from megatron.fill.errors import FillError
@@ -23,6 +25,14 @@ BLIND = (
 )
 
 
+class TracedStep(NamedTuple):
+    """The span of an iteration in the training's own trace: OpenTelemetry's numbers of both, in hexadecimal."""
+
+    iteration: int
+    trace: str
+    span: str
+
+
 @dataclass(frozen=True, slots=True)
 class AccountRecord:
     """The account of a rank from the start of its process to the latest write.
@@ -33,6 +43,7 @@ class AccountRecord:
         waited: False if no wait for another stage was seen.
         spent: the time by name.
         timers: seconds of each of Megatron's own timers; empty below ``--timing-log-level 1``.
+        traced: the spans of the training's own trace that the latest sampled iterations ran in.
     """
 
     rank: int
@@ -42,6 +53,7 @@ class AccountRecord:
     waited: bool
     spent: Mapping[str, Spent] = field(default_factory=dict)
     timers: Mapping[str, float] = field(default_factory=dict)
+    traced: Sequence[TracedStep] = ()
 
     @property
     def blind(self) -> bool:
@@ -60,16 +72,28 @@ def read_accounts(folder: Path) -> list[AccountRecord]:
     Raises:
         FillError: an account cannot be read, or is damaged.
     """
-    found = []
-    for path in folder.glob("account*.json"):
-        content = next(read_lines(path, "account"))
-        try:
-            spent = {name: Spent(**values) for name, values in content.pop("spent").items()}
-            del content["version"], content["kind"]
-            found.append(AccountRecord(**content, spent=spent))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
-    return sorted(found, key=lambda one: one.rank)
+    return sorted(map(_read, folder.glob("account*.json")), key=lambda one: one.rank)
+
+
+def read_account(folder: Path, rank: int) -> AccountRecord | None:
+    """Return the account of one rank; None if it has left none yet.
+
+    Raises:
+        FillError: as for ``read_accounts``.
+    """
+    path = account_file(folder, rank)
+    return _read(path) if path.exists() else None
+
+
+def _read(path: Path) -> AccountRecord:
+    content = next(read_lines(path, "account"))
+    try:
+        spent = {name: Spent(**values) for name, values in content.pop("spent").items()}
+        traced = [TracedStep(*one) for one in content.pop("traced", ())]
+        del content["version"], content["kind"]
+        return AccountRecord(**content, spent=spent, traced=traced)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
 
 
 class AccountWriter:
@@ -77,13 +101,22 @@ class AccountWriter:
 
     Args:
         waited: returns True once a wait for another stage has been seen.
+        traced: ``AccountRecord.traced``, which the training's own thread appends to.
     """
 
-    def __init__(self, folder: Path, info: RankInfo, account: Account, waited: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        info: RankInfo,
+        account: Account,
+        waited: Callable[[], bool],
+        traced: deque[TracedStep] | None = None,
+    ) -> None:
         self._path = account_file(folder, info.rank)
         self._info = info
         self._account = account
         self._waited = waited
+        self._traced = traced
         self._warned = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="account", daemon=True)
@@ -116,6 +149,7 @@ class AccountWriter:
             self._waited(),
             taken.spent,
             self._timers(),
+            [] if self._traced is None else list(self._traced.copy()),
         )
         if record.blind and not self._warned:
             self._warned = True

@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
+from megatron.fill.account import Account
 from megatron.fill.given.settings import load_settings
 from megatron.fill.operate.spec import OTLP, MetricsSpec
-from megatron.fill.records import begin_segment, rank_file, read_segments, write_agent, write_rank
+from megatron.fill.records import AccountWriter, begin_segment, rank_file, read_segments, write_agent, write_rank
 from megatron.fill.store import open_store
 from megatron.fill.types import BrakeEvent
 from megatron.fill.work import NewJob, Work
@@ -35,8 +36,8 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from megatron.fill.operate.metrics import RunMetrics  # noqa: E402
-from megatron.fill.operate.serve import Collected, handler, read_token  # noqa: E402
-from megatron.fill.operate.spans import RunSpans, sample_every  # noqa: E402
+from megatron.fill.operate.serve import Collected, handler, read_token, traced_steps  # noqa: E402
+from megatron.fill.operate.spans import RunSpans, StepSpans, sample_every  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -323,6 +324,40 @@ def test_each_sampled_iteration_is_one_trace_of_all_ranks_with_its_bubbles_and_j
     assert jobs <= {worker.job for worker in workers}
 
 
+def test_an_iteration_is_linked_to_the_span_that_the_training_itself_made_of_it(run):
+    """As Megatron with --otel-enabled: a span is current when an iteration begins."""
+    needs("opentelemetry.exporter.otlp.proto.http", "metrics")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    steps, tracer = StepSpans(2), TracerProvider().get_tracer("megatron")
+    own = {}
+    for iteration in range(1, 5):
+        steps.note(iteration)  # outside of any span
+        with tracer.start_as_current_span("megatron.train.iteration") as span:
+            steps.note(iteration)
+            own[iteration] = span.get_span_context()
+    assert [step.iteration for step in steps.latest] == [2, 4]
+    segment = run / "records" / "1"
+    info = synthetic_run()[0][0].info
+    AccountWriter(segment, info, Account(), lambda: True, steps.latest).close()
+    assert traced_steps(segment, info.rank + 7) == {}  # it has left none
+    known = traced_steps(segment, info.rank)
+    exporter = InMemorySpanExporter()
+    spans = RunSpans(segment, exporter)
+    for rank, sample in sampled(run, 2):
+        if rank.info.rank == info.rank:
+            spans.add(rank, sample, known.get(sample.iteration))
+    spans.flush()
+    made: list[Any] = [span for span in exporter.get_finished_spans() if span.name == "iteration"]
+    links = {span.attributes["pipefill.iteration"]: [link.context for link in span.links] for span in made}
+    assert len(links) > 2
+    for iteration, its in links.items():
+        expected = [(own[iteration].trace_id, own[iteration].span_id)] if iteration in (2, 4) else []
+        assert [(one.trace_id, one.span_id) for one in its] == expected
+    assert {span.attributes["pipefill.run"] for span in made} == {str(segment)}
+
+
 def test_samples_are_told_once_and_none_unless_asked_for(run):
     metrics = RunMetrics(MetricsSpec(str(run), 0, str(run)), 1)
     first = metrics.samples()
@@ -342,13 +377,14 @@ def test_samples_are_told_once_and_none_unless_asked_for(run):
     ],
 )
 def test_the_environment_asks_for_spans(environ, every):
-    assert sample_every(environ) == every
+    assert sample_every(environ) == 0  # without a collector
+    assert sample_every(environ | {OTLP: "http://localhost:4318"}) == every
 
 
 @pytest.mark.parametrize("ratio", ["much", "-1", "2", "nan"])
 def test_a_ratio_that_is_none_is_said(ratio):
     with pytest.raises(ValueError, match="expected a number from 0 to 1"):
-        sample_every({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER_ARG": ratio})
+        sample_every({OTLP: "http://localhost:4318", "OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER_ARG": ratio})
 
 
 def test_the_agent_starts_it_again():
