@@ -38,6 +38,7 @@ logger = logging.getLogger("pipefill.keeper")
 _LOOK_S = 0.1
 # Jobs are saved between bubbles; a step that does not fit before the end waits for the next bubble.
 _BUBBLE_S = 60.0
+_FREE = 1 << 50  # memory in bytes that no training takes; what the device has free is less, and counts
 _END_S = 15.0  # time limit for the agent to end its jobs in order
 
 
@@ -86,7 +87,7 @@ class Keeper:
         gate, board, last_word = SharedGate(), CycleBoard(), LastWord.create()
         control = ControlPage.create(self.spec.rank)
         if cycle is not None:
-            board.show(cycle)
+            board.show(BubbleCycle(cycle.period_ns, tuple(replace(slot, free_bytes=_FREE) for slot in cycle.slots)))
         records = Path(self.spec.records) / BETWEEN
         spec = replace(
             self.spec,

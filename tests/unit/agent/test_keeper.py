@@ -38,7 +38,8 @@ ControlWatcher(ControlPage(spec.control_fd), lambda state: None).start()
 cycle, seen = CycleBoardReader(spec.board_fd).read(), Path(spec.run_dir) / "seen"
 while (bubble := gate.wait(0)) is None and not gate.ended:
     pass
-facts = os.getpid(), bubble and bubble.alone, cycle.period_ns, dead, Path(spec.records).name
+free = all(slot.free_bytes > 1 << 40 for slot in cycle.slots)
+facts = os.getpid(), bubble and bubble.alone, cycle.period_ns, free, dead, Path(spec.records).name
 seen.with_suffix(".new").write_text(" ".join(map(str, facts)))
 seen.with_suffix(".new").rename(seen)
 while not gate.ended:
@@ -114,7 +115,7 @@ def test_it_waits_for_the_rank_and_then_keeps_the_gate_open_on_the_last_cycle(ke
         kept.keeper.wait(1)
     assert not kept.seen
     kept.die()
-    assert kept.seen[1:] == ["True", "7000", "17", "between"]
+    assert kept.seen[1:] == ["True", "7000", "True", "17", "between"]
 
 
 @pytest.mark.parametrize("kept", [0.5], indirect=True)
