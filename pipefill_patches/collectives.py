@@ -9,7 +9,8 @@ So these methods are wrapped: a blocking call is a bubble from before it is post
 during its ``wait``.  A send or receive between passes is to another stage, whatever its group: a bridge between the
 modules of a pipeline has a group that no stage knows.  Collectives inside a pass or within one stage (data or tensor
 parallel) open no pipeline bubble; the account of the rank's time has them under the name of their group.  Those in a
-checkpoint's save, where a rank waits for the others to have written, are bubbles of their own kind.  Functional
+checkpoint's save, where a rank waits for the others to have written, and those within a stage between an iteration's
+passes are bubbles of their own kinds.  Functional
 collectives, which torch dispatches in C++, are not intercepted.
 """
 
@@ -137,7 +138,7 @@ def install(stack: contextlib.ExitStack) -> None:
                 return wait(work, *args, **kwargs)
             depth = account.enter(name)
             try:
-                return bus.wait_in_save(functools.partial(wait, work, *args, **kwargs))
+                return bus.wait_for_group(functools.partial(wait, work, *args, **kwargs))
             finally:
                 account.leave(depth)
 
@@ -159,7 +160,7 @@ def install(stack: contextlib.ExitStack) -> None:
                 return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
             depth = account.enter(whose)
             try:
-                return bus.wait_in_save(functools.partial(_finished, call, group, *args, **kwargs))
+                return bus.wait_for_group(functools.partial(_finished, call, group, *args, **kwargs))
             finally:
                 account.leave(depth)
 

@@ -143,6 +143,7 @@ class BubbleBus:
         self._marked = False  # the open bubble is marked by hand
         self._saving = False
         self._save_waits = 0  # in this save
+        self._group_waits = 0  # in this iteration
         self._batches = 0  # in this iteration, or schedule of an evaluation
 
     # The patches call the methods below in the order of the events.
@@ -152,7 +153,7 @@ class BubbleBus:
             callback.on_iteration()
         self.account.settle()
         self._training = True
-        self._batches = 0
+        self._batches = self._group_waits = 0
         if self.listener is not None:
             self._guarded(self._start, self.listener, iteration)
 
@@ -264,6 +265,13 @@ class BubbleBus:
             return call()
         self._save_waits += 1
         return self._outside(BubbleKind.SAVE, self._save_waits - 1, call)
+
+    def wait_for_group[T](self, call: Callable[[], T]) -> T:
+        """Make a call that waits in a group, such as the replicas: in a save, or between passes, in a bubble."""
+        if not self._training or self.in_pass.depth or self.account.thread != get_ident():
+            return self.wait_in_save(call)
+        self._group_waits += 1
+        return self._outside(BubbleKind.GROUP, self._group_waits - 1, call)
 
     def wait_for_batch[T](self, call: Callable[[], T]) -> T:
         """Make a call that waits for the next batch: in an iteration or an evaluation's schedule, in a bubble."""

@@ -30,6 +30,7 @@ class BubbleKind(StrEnum):
     DRAIN = "drain"  # after the last backward, until the iteration's last cross-stage collective
     SAVE = "save"  # for other ranks or storage, in a checkpoint's save
     DATA = "data"  # for the next batch
+    GROUP = "group"  # for other ranks, such as its replicas, in other collectives of an iteration
 
 
 PIPELINE_KINDS = (BubbleKind.FILL, BubbleKind.FWD_BWD, BubbleKind.INTERIOR, BubbleKind.DRAIN)  # those of the cycle

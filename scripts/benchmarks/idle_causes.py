@@ -26,7 +26,8 @@ START = "jobs start"  # until the jobs of all ranks have done a step
 NOT_SEEN = "not seen"  # in a wait for another stage, but in no bubble of a completed iteration
 _BEFORE = frozenset({"start-up", "load"})  # idle time before the first iteration
 _WAITS = frozenset({*PIPELINE_KINDS, EVALUATION_WAIT})
-_OUTSIDE = {BubbleKind.SAVE: "save", BubbleKind.DATA: "data loading"}  # kinds of bubbles inside these names
+# Kinds of bubbles outside the pipeline, and the cause that has what of their waits is in no bubble.
+_OUTSIDE = {BubbleKind.SAVE: "save", BubbleKind.DATA: "data loading", BubbleKind.GROUP: "groups"}
 
 
 def causes(run: Path) -> dict[str, float]:
@@ -73,8 +74,15 @@ def causes_of(record: RankRecord, workers: Sequence[WorkerRecord], account: Acco
     found[NOT_SEEN] -= in_pipeline
     for name, spent in account.spent.items():
         if name not in COMPUTE | _BEFORE | {UNNAMED}:
-            found[NOT_SEEN if name in _WAITS else name] += spent.long_ns
+            found[_cause(name)] += spent.long_ns
     return {cause: ns for cause, ns in found.items() if ns > 0}
+
+
+def _cause(name: str) -> str:
+    """Return the cause for what has this name in the account and is in no bubble."""
+    if name in _WAITS:
+        return NOT_SEEN
+    return _OUTSIDE[BubbleKind.GROUP] if "group" in name or name == "all ranks" else name
 
 
 def _those(bubbles: Bubbles, chosen: np.ndarray) -> Bubbles:

@@ -1,4 +1,5 @@
-"""Runs a training script whose storage is slow: rank 1 sleeps in each file that it saves, and all do in each sample.
+"""Runs a training script whose storage is slow: rank 1 sleeps in each file that it saves, all do in each sample, and
+rank 1 for twice as long.
 
 python slow_storage.py SCRIPT FLAGS...
 """
@@ -11,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-# A sample is long against what the rank computes in it: above a tenth, a wait for it would be no rest.
+# A sample is long against what the rank computes in it: above a quarter, a wait for it would be no rest.
 SAVE_S, SAMPLE_S = 0.4, 0.04
 
 
@@ -28,7 +29,7 @@ def slow_down() -> None:
         return save(*args, **kwargs)
 
     def slow_sample(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(SAMPLE_S)
+        time.sleep(SAMPLE_S * (2 if os.environ["RANK"] == "1" else 1))
         return sample(*args, **kwargs)
 
     torch.save = slow_save

@@ -1,4 +1,6 @@
-"""Waits outside the pipeline are filled: for the other rank's slow storage in a save, and for slow batches."""
+"""Waits outside the pipeline are filled: for the other rank's slow storage in a save, for slow batches, and for a late
+replica.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from tests.e2e.slow_storage import SAVE_S
 from tests.e2e.training import REST_MS, SCRIPT, Trained, train, write_jobs
 
 EVERY, ITERATIONS = 2, 24
+SPINS = {"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin"}
 SLOW = ("-m", "pipefill_patches", "tests/e2e/slow_storage.py", SCRIPT)
 FLAGS = f"--save {{folder}}/model --save-interval {EVERY} --ckpt-format torch --num-workers 0"
 
@@ -19,7 +22,7 @@ FLAGS = f"--save {{folder}}/model --save-interval {EVERY} --ckpt-format torch --
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder: Path = tmp_path_factory.mktemp("slow")
-    jobs = write_jobs(folder, {"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin"})
+    jobs = write_jobs(folder, *SPINS)
     return train(folder, f"{FLAGS} {jobs} --fill-max-slowdown 0", ITERATIONS, script=SLOW, rest_ms=REST_MS)
 
 
@@ -47,6 +50,19 @@ def test_slow_batches_are_filled(trained):
     for rank in (0, 1):
         data = outside(trained, rank)["data"]
         assert data["fillable_s"] >= data["harvested_s"] > 0
+
+
+def test_waits_for_a_late_replica_are_filled_and_the_losses_stay(tmp_path):
+    with_jobs, without = tmp_path / "with", tmp_path / "without"
+    flags, found = "--pipeline-model-parallel-size 1 --num-workers 0", []
+    for folder in (with_jobs, without):
+        folder.mkdir()
+        jobs = f"{write_jobs(folder, *SPINS)} --fill-max-slowdown 0" if folder is with_jobs else ""
+        found.append(train(folder, f"{flags} {jobs}", 14, script=SLOW, rest_ms=REST_MS if jobs else 0))
+    waits = outside(found[0], 0)["group"]
+    assert waits["fillable_s"] >= waits["harvested_s"] > 0
+    assert outside(found[0], 1).get("group", {"total_s": 0.0})["total_s"] < 0.3 * waits["total_s"]
+    assert found[0].losses == found[1].losses != {}
 
 
 def test_all_time_has_its_name(trained):

@@ -164,7 +164,7 @@ def test_a_bubble_is_as_long_as_the_wait(found):
 
 def test_bubbles_are_between_the_passes_of_an_iteration(found):
     assert {at: kinds(bubbles) for at, bubbles in found["places"].items()} == {
-        "before": [],
+        "before": ["group"],
         "fill": ["fill"],
         "pass": [],
         "between": ["interior"],
@@ -188,8 +188,12 @@ def test_a_wait_for_storage_is_a_bubble_in_a_save_only(found):
     }
 
 
-def test_no_bubble_where_nobody_waits_or_for_the_own_stage(found):
-    assert found["not waited for"] == found["one stage"] == []
+def test_no_bubble_where_nobody_waits(found):
+    assert found["not waited for"] == []
+
+
+def test_waits_for_the_own_stage_are_no_pipeline_bubbles(found):
+    assert kinds(found["one stage"]) == ["group", "group"]
 
 
 def test_each_wait_for_a_transfer_is_a_bubble_and_none_inside_another(found):

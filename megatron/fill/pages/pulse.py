@@ -75,6 +75,7 @@ class Pulse:
             BubbleKind.DRAIN: "all stages, in a collective after its last backward",
             BubbleKind.SAVE: "other ranks, in a checkpoint's save",
             BubbleKind.DATA: "the next batch",
+            BubbleKind.GROUP: "other ranks, such as its replicas, in a collective",
         }[self.waits]
         return f"waits for {whom} ({self.waits} bubble), for {(now_ns - self.waits_since_ns) / _S:.0f} s"
 

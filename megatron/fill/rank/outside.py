@@ -1,12 +1,13 @@
-"""Prediction of the waits outside the pipeline: for other ranks or storage in a save, and for the next batch.
+"""Prediction of the waits outside the pipeline: in a save, for the next batch, and for replicas.
 
 They come seldom, or are usually short, and nothing bounds them.  So a wait is expected to last as long as the shortest
 of the last ones at its place, and the first one there is not predicted.  A step begins only if it ends before.  Places
-are the waits of a save, the batches of a training iteration, and those of a schedule in an evaluation.
+are the waits of a save, the batches and the collectives of a training iteration, and the batches of a schedule in an
+evaluation.
 
 A wait is worth filling only if the rank itself rests in it.  A loader without workers computes the batch in the rank's
-own thread, and a save in the background copies.  A wait in which the rank's process used its cores for more than
-``_MOST_BUSY`` of the time therefore counts as one of no length.
+own thread, a save in the background copies, and a reduction on the CPU adds up.  A wait in which the rank's process
+used its cores for more than ``_MOST_BUSY`` of the time therefore counts as one of no length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.fill.types import BubbleKind
 
 _LAST = 5  # number of waits at a place that count
 _MOST_PLACES = 1024  # further waits of a save or an iteration are not predicted
-_MOST_BUSY = 0.1
+_MOST_BUSY = 0.25
 
 
 class OutsidePredictor:

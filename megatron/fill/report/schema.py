@@ -66,7 +66,7 @@ class WorkReport(_Model):
 
 
 class Outside(_Model):
-    """Waits outside the pipeline: for other ranks in a checkpoint's save, or for the next batch."""
+    """Waits outside the pipeline: in a checkpoint's save, for the next batch, or for replicas."""
 
     total_s: float = Field(description="seconds of them, in no bubble_s")
     fillable_s: float = Field(description="seconds of them while filling was on and jobs had settled")

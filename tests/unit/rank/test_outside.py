@@ -148,6 +148,34 @@ def test_the_bus_numbers_them_in_each_save_and_iteration():
     assert heard.bubbles == 2 * [("data", 0), ("data", 1), ("save", 0), ("save", 1)]
 
 
+def test_the_bus_numbers_the_waits_for_the_own_stage_between_passes():
+    bus, heard = make()
+    bus.wait_for_group(int)  # before the first iteration
+    for number in (1, 2):
+        bus.begin_iteration(number)
+        bus.wait_for_group(int)
+        bus.begin_schedule(CycleKey("1f1b", 1))
+        with bus.in_pass:
+            bus.wait_for_group(int)
+        bus.wait_for_group(int)
+        bus.end_schedule()
+        bus.end_iteration()
+        bus.wait_for_group(int)
+        with bus.saving():
+            bus.wait_for_group(int)
+    assert heard.bubbles == 2 * [("group", 0), ("group", 1), ("save", 0)]
+
+
+def test_a_wait_for_the_own_stage_is_no_second_bubble_inside_another():
+    bus, heard = make()
+    bus.begin_iteration(1)
+    bus.begin_schedule(CycleKey("1f1b", 1))
+    bus.open()
+    bus.wait_for_group(int)
+    bus.close()
+    assert heard.bubbles == [("fill", 0)]
+
+
 def test_what_another_thread_waits_for_while_the_rank_saves_has_no_place():
     bus, heard = make()
     with bus.saving():
