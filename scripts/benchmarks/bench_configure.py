@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument(
         "--truth", metavar="FOLDER", type=Path, default=TRUTH, help="of gpu-... and recipes (%(default)s)"
     )
+    parser.add_argument("--most-gpus", type=int, default=1024, help="of a training of recipes (default: 1024)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
     parser.add_argument(
         "--truths", metavar="FILE", type=Path, help="keep the truths here, and take those that are here"
@@ -201,7 +202,7 @@ def main() -> None:
             "limits": lambda: measure_limits(3, options.truths),
             "gpu-memory": lambda: measure_gpu_memory(options.truth),
             "gpu-time": lambda: measure_gpu_time(options.truth),
-            "recipes": lambda: measure_recipes(options.truth),
+            "recipes": lambda: measure_recipes(options.truth, options.most_gpus),
         }[part]()
         details = {name: figures.pop(name) for name in ("rows", "groups") if name in figures}
         only_shown = figures.pop("recipes", {})

@@ -213,9 +213,9 @@ def _own_s(evaluator: Evaluator, one: Published) -> float | None:
         return None
 
 
-def measure_recipes(folder: Path) -> dict[str, Any]:
-    """The figures; prints a line for each training."""
-    rows = read_published(folder)
+def measure_recipes(folder: Path, most_gpus: int) -> dict[str, Any]:
+    """The figures of the trainings on so many GPUs at most; prints a line for each."""
+    rows = [one for one in read_published(folder) if one.gpus <= most_gpus]
     found: list[Found] = []
     for one in rows:
         try:
