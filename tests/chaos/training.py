@@ -17,6 +17,7 @@ from scripts.benchmarks.one_gpu import free_port
 from tests.chaos.checkout import SCRIPT
 from tests.e2e.launch import Cold, Warm, placed, start_rank
 from tests.e2e.training import MODEL, losses
+from tests.e2e.warm import REST
 
 RANKS = 2
 # Wider than in other tests: its iterations are long enough for the faults to meet them.
@@ -56,7 +57,7 @@ class ChaosTraining:
         self._port = ExitStack()
         port = self._port.enter_context(free_port())
         shared = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PIPEFILL_")},
+            **{name: value for name, value in os.environ.items() if name == REST or not name.startswith("PIPEFILL_")},
             "GLOO_SOCKET_IFNAME": "lo",  # there may be no other
             "OMP_NUM_THREADS": "1",
             "PIPEFILL_CPU_BACKEND": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.training import ROOT, SCRIPT, processes
+from tests.e2e.training import REST_MS, ROOT, SCRIPT, processes
+from tests.e2e.warm import REST
 
-TRAINED = 220  # iterations
+TRAINED = 150  # iterations: the rests make them last as long as more would
 # One of each way that the tasks of the other end-to-end tests have not: a worker that is stopped, or that hangs where
 # Python cannot be interrupted; a checkpoint that is damaged; a write to the rank's own pages, and a call on the rank;
 # the world around; the operator.  `python -m tests.chaos` knows many more.
@@ -31,6 +33,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", *arguments],
         cwd=ROOT,
+        env=os.environ | {REST: str(REST_MS)},
         capture_output=True,
         text=True,
         check=False,

@@ -52,9 +52,10 @@ def trained(
     filled = train_until(folder, filling, GOT_ON, LEAST, ranks=ranks(flags), **way)
     count = len(filled.losses)
     if plain not in upstream or len(upstream[plain].losses) < count:
+        shared = [flags for _, flags in SCHEDULES.values()].count(plain) > 1
         upstream[plain] = train(
             tmp_path_factory.mktemp("upstream"),
-            f"{plain} --exit-interval {count + SPARE}",
+            f"{plain} --exit-interval {count + SPARE * shared}",
             ENDLESS,  # the data are shuffled for that many
             script=UPSTREAM,
             ranks=ranks(plain),

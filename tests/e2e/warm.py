@@ -51,7 +51,7 @@ ORPHAN_S = 30.0
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
 SHOWN: list[ctypes.Array[ctypes.c_char]] = []  # what the kernel shows of this process, kept in place
 # In the environment of a rank:
-REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step, if it has jobs
+REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step, if it has or may get jobs
 MOUNTS = "PIPEFILL_TEST_MOUNTS"  # what it and its agent see in the place of some files and folders, as JSON
 
 
