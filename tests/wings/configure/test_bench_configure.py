@@ -12,6 +12,7 @@ from megatron.fill.wings.configure.flags import read_flags
 from scripts.benchmarks.bench_configure import LARGE, MODEL_FLAGS
 from scripts.benchmarks.configure_gpu_memory import b200_errors, measure_gpu_memory, read_rows
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time, read_small
+from scripts.benchmarks.configure_recipes import measure_recipes, read_published
 from scripts.benchmarks.memory_figures import MODELS
 
 
@@ -150,3 +151,18 @@ def test_trainings_over_nodes_and_those_that_a_constant_was_learned_from_are_apa
 
 
 _OVER_NODES = ((1, 1, 2400), (2, 1, 2300), (1, 2, 2500), (2, 2, 2450), (4, 1, 2350), (1, 16, 9000))
+
+
+def test_published_layouts_are_read_and_looked_for(tmp_path):
+    head = "| System | #-GPUs | Precision | GBS | MBS | Sequence Length "
+    head += "| FSDP | TP | PP | CP | VP | EP | Tokens / sec / GPU |"
+    rows = ["DGX-B200 | 8 | FP8-CS (FP8-MX) | 128 | 2 | 8192 | 0 | 1 | 1 | 1 | n/a | 1 | 30624 (29521)"]
+    rows += ["DGX-B200 | 8 | FP8 | 128 | 1 | 8192 | 0 | 8 | 1 | 1 | n/a | 1 | 9", rows[0].replace("| 0 |", "| 8 |", 1)]
+    rows += [rows[0].replace("| 8 |", "| 512 |", 1)]
+    text = ["## 25.11", "### Pre-Training Performance", "#### Model: LLAMA3_8B", head, *(f"| {row} |" for row in rows)]
+    (tmp_path / "performance-summary.md").write_text("\n".join(text), encoding="utf-8")
+    newest = read_published(tmp_path)[0]
+    assert (newest.shape, newest.precision, newest.tokens_s) == ((1, 1, 1, 1, 1, 2), "FP8", 30624)
+    found = measure_recipes(tmp_path, most_gpus=8)
+    assert (found["published"], found["expressible"], found["out_of_memory"]) == (2, 1, 0)
+    assert found["recipes_in_first_five"] == 1

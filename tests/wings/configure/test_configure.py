@@ -26,7 +26,7 @@ from megatron.fill.wings.configure.many import ManyOrders
 from megatron.fill.wings.configure.passes import Both, Passes, Profile
 from megatron.fill.wings.configure.room import least_bytes, least_known, margins, memory
 from megatron.fill.wings.configure.search import Evaluator, search
-from megatron.fill.wings.configure.space import layouts, padded
+from megatron.fill.wings.configure.space import _balanced, layouts, padded
 from megatron.fill.wings.configure.value import fill_kinds, valued
 from megatron.fill.wings.mainjob.analytic import boundary_bytes, stage_cost
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
@@ -118,6 +118,12 @@ def test_experts_of_fewer_tensor_ranks_number_the_ranks_anew():
     assert (found.experts[3], found.expert_replicas) == (Route([(10.0, 0.0)]), Route())
     (found,) = lay_out(there, replace(its, ep=1)).stages
     assert (found.experts, found.expert_replicas) == ((), Route([(40.0, 0.0), (100.0, 0.0)]))
+
+
+def test_a_last_stage_with_a_large_output_gets_fewer_layers():
+    assert _balanced(80, 8, 1, 2.4) == (10, 11, 11, 10, 10, 10, 10, 8)
+    assert _balanced(61, 4, 4, 2.5) == (4, 4, 4, 4, 4, 4, 4, 3, 4, 4, 4, 3, 4, 4, 4, 3)
+    assert _balanced(48, 8, 3, 0.5) is None  # another rank would have a layer more
 
 
 def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():

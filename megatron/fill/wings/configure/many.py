@@ -104,7 +104,7 @@ class ManyOrders:
         return forward[:, : self._its.pp], forward + self._backward[virtual, slowest]
 
     def _held_ns(self, there: Ints) -> Ints:
-        """Return ns that transfers take of a pass beside them, by virtual stage; ``there`` is K x pp, to the next stage."""
+        """Return ns that transfers take of a pass beside them, by virtual stage; ``there`` is K x pp, one way."""
         behind = np.tile(there, self._its.chunks)
         before = np.roll(behind, 1, axis=1)
         before[:, 0] = behind[:, -1] = 0
