@@ -297,7 +297,9 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (f"{FLAGS} {BY_HAND} Et|tL --pipeline-model-parallel-size 2", "has 2 layers: expected --num-layers, "),
         (FLAGS + " --num-experts 2 --moe-shared-expert-intermediate-size 64", "without --disable-bias-linear"),
         (FLAGS + " --disable-bias-linear --moe-shared-expert-intermediate-size 64", "64 without experts; expected 0"),
-        (FLAGS + " --recompute-method block", "'block': expected uniform"),
+        (FLAGS + " --recompute-method other", "'other': expected uniform or block"),
+        (FLAGS + " --recompute-method block", "without --recompute-num-layers; expected both"),
+        (FLAGS + " --recompute-method block --recompute-num-layers 1", "without --recompute-granularity full"),
         (FLAGS + " --optimizer sgd", "'sgd': expected adam"),
         *(
             (f"{FLAGS} {flag}", f"{flag.split()[0]}: .* is not weighed")

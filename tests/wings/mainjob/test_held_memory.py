@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 from megatron.fill.pipeline.bubbles import peak_activation_bytes, peak_pass_bytes
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.wings.configure.details import detailed
+from megatron.fill.wings.configure.flags import layout_flags
+from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.mainjob import roofline
+from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.held import held_memory, micro_batch, passes
 from megatron.fill.wings.mainjob.kernels import Kernels
 from megatron.fill.wings.mainjob.memory import expert_parameters, layer_activation_bytes
@@ -204,3 +209,19 @@ def test_embedding_and_loss_count_as_layers():
     assert replace(its, loss_is_layer=False).layers(replace(GPT, layers=15)) == (1, 2, 2, 2, 2, 2, 2, 2)
     with pytest.raises(ValueError, match="pp \\* chunks is 4 \\* 2; expected a divisor of the model's 10"):
         its.layers(GPT)
+
+
+def test_the_first_layers_of_each_virtual_stage_are_computed_again_if_flags_say_how_many():
+    flags = ["--num-layers", "8", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "256"]
+    flags += ["--vocab-size", "1024", "--global-batch-size", "4", "--pipeline-model-parallel-size", "2"]
+    full = [*flags, "--recompute-granularity", "full", "--recompute-method"]
+    counts = [[*full, "block", "--recompute-num-layers", str(count)] for count in range(5)]
+    none, *some, every = (laid_out(given, 2) for given in [flags, *counts, full[:-1]])
+    held = [[one.total_bytes for one in memory(*case)] for case in (none, *some, every)]
+    assert held[1] == held[0]  # none
+    assert held[5] == held[6]  # all four
+    assert all(more[stage] > less[stage] for more, less in pairwise(held[1:6]) for stage in (0, 1))
+    times = [roofline.stage_cost(model, GPUS["a100-80gb"], its, 0.5, 4, False, 0, 0) for model, its in some]
+    steps = {more.backward_ns - less.backward_ns for less, more in pairwise(times)}
+    assert max(steps) - min(steps) <= 1  # as much for each layer
+    assert layout_flags(some[3][1])[-4:] == ["--recompute-method", "block", "--recompute-num-layers", "3"]

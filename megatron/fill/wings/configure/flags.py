@@ -113,6 +113,7 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     fixed: dict[str, Any] = {}
     others: list[str] = []
     given = _pairs(tokens)
+    block = (_RECOMPUTE[0], ["block"]) in given
     layout = _LAYOUT | _ENDS if ends else _LAYOUT
     ignored: list[str] = []
     pattern = "1"
@@ -143,11 +144,15 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
             pattern = " ".join(value or ())
         elif flag == _RANK_ORDER and ends:
             pass  # it decides links, not memory
-        elif not is_neutral(flag, " ".join(value or ())):
+        elif not is_neutral(flag, " ".join(value or ())) and not (flag == _RECOMPUTE[1] and block):
             ignored.append(flag)
         if flag in _RECOMPUTE:
+            if flag == _RECOMPUTE[1] and block:
+                fixed["recompute_layers"] = _number(flag, value, least=0)
             continue
         others += [flag] if value is None else [flag, *value]
+    if block:
+        _check_block(fixed)
     _fill_vocabulary(values, {flag: " ".join(value or ()) for flag, value in given})
     for flag in (*_NEEDED, "--global-batch-size"):
         if flag not in values:
@@ -299,7 +304,9 @@ def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:
     if parallel.recompute is Recompute.SELECTIVE and parallel.recompute_modules != ("core_attn",):
         flags += [_MODULES, *parallel.recompute_modules]
     if parallel.recompute is Recompute.FULL:
-        flags += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        block = parallel.recompute_layers is not None
+        flags += ["--recompute-method", "block" if block else "uniform"]
+        flags += ["--recompute-num-layers", str(parallel.recompute_layers or 1)]
     return flags
 
 
@@ -318,11 +325,22 @@ def _pairs(tokens: Sequence[str]) -> list[tuple[str, list[str] | None]]:
     return pairs
 
 
-def _number(flag: str, value: list[str] | None) -> int:
+def _number(flag: str, value: list[str] | None, least: int = 1) -> int:
     text = " ".join(value or ())
-    if not (text.isdecimal() and text.isascii() and 0 < int(text) < 1 << 31):
-        raise ConfigError(f"{flag} is {text[:60]!r}: expected a whole number above 0")
+    if not (text.isdecimal() and text.isascii() and least <= int(text) < 1 << 31):
+        raise ConfigError(f"{flag} is {text[:60]!r}: expected a whole number {'from 0' if least == 0 else 'above 0'}")
     return int(text)
+
+
+def _check_block(fixed: dict[str, Any]) -> None:
+    """Take ``--recompute-method block`` with the number of layers that it needs; with 0 nothing is computed again."""
+    if "recompute_layers" not in fixed:
+        raise ConfigError(f"{_RECOMPUTE[0]} is 'block' without {_RECOMPUTE[1]}; expected both")
+    if fixed.get("recompute") is not Recompute.FULL:
+        raise ConfigError(f"{_RECOMPUTE[0]} without --recompute-granularity full; expected both")
+    if fixed["recompute_layers"] == 0:
+        del fixed["recompute_layers"]
+        fixed["recompute"] = Recompute.NONE
 
 
 def _modules(value: list[str] | None) -> tuple[str, ...]:

@@ -72,8 +72,8 @@ def is_neutral(flag: str, value: str | None) -> bool:
         raise ConfigError(f"{flag}: {_REFUSED[flag]} is not weighed; expected it to be left out")
     if flag == "--optimizer" and value != "adam":
         raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected adam, whose memory alone is counted")
-    if flag == "--recompute-method" and value != "uniform":
-        raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected uniform, which alone is weighed")
+    if flag == "--recompute-method" and value not in ("uniform", "block"):
+        raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected uniform or block")
     if flag in _COUNTED:
         return value == _COUNTED[flag]
     return flag in ("--optimizer", "--recompute-method") or _NEUTRAL.fullmatch(flag) is not None

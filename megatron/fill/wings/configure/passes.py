@@ -111,7 +111,7 @@ class Passes:
         if its.recompute is Recompute.SELECTIVE:
             backward += forward * again_flops(model, its) / model.layer_flops(its.microbatch)
         elif its.recompute is Recompute.FULL:
-            backward += forward + layers * exchange_s[0] * 1e9
+            backward += (forward + layers * exchange_s[0] * 1e9) * its.again(layers) / max(1, layers)
         for is_there, end in zip(ends, (first, last), strict=True):
             if is_there:
                 forward, backward = forward + end.forward_ns, backward + end.backward_ns

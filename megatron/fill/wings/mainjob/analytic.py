@@ -146,7 +146,8 @@ def stage_cost(
         if parallel.computes_again("moe" if model.experts else "mlp"):
             again += exchange / 2  # that of the attention is not exchanged again
     elif parallel.recompute is Recompute.FULL:
-        again = matrices + core + exchange
+        share = parallel.again(layers - later) / max(1, layers - later)
+        again = share * (matrices + core + exchange)
     forward = matrices + core + output + exchange
     backward = 2 * (matrices + core + output) + layers * backward_exchange_s + again
     return cost_of(forward, backward, matrices + output)

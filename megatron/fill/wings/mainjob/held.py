@@ -8,7 +8,7 @@ docs/configure.md compares it with Megatron's own iterations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.fill.wings.mainjob.memory import StageMemory, expert_parameters, stage_parameters
@@ -16,6 +16,7 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.wings.mainjob.tape import Sizes, kept_bytes, layer_tape, peak_bytes, sizes
 
+_KINDS = Recompute.FULL, Recompute.NONE
 _TOKEN_BYTES = 28  # bytes per token: 8 each for token, label and position, and 4 for the loss mask
 
 
@@ -48,6 +49,7 @@ class MicroBatch:
         output: kept by the output layer and the loss; ``output_peak``: peak in their backward pass.
         passed: activations passed from stage to stage.
         buffer: Megatron's global buffer, shared by all microbatches.
+        plain: the parts without recomputation, where it is of a virtual stage's first layers alone; else None.
     """
 
     inner: Pass
@@ -64,10 +66,14 @@ class MicroBatch:
     output_peak: float
     passed: float
     buffer: int
+    plain: MicroBatch | None = None
 
 
 def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
     """Return the parts' memory; it is cached for layouts with equal microbatches."""
+    if its.recompute_layers is not None and its.recompute is Recompute.FULL:
+        parts, plain = (micro_batch(model, replace(its, recompute_layers=None, recompute=kind)) for kind in _KINDS)
+        return replace(parts, plain=plain)
     return _micro_batch(
         *(model, its.tp, its.cp, its.ep, its.expert_width, its.sequence_parallel, its.microbatch),
         *(its.recompute, its.recompute_modules, its.precision),
@@ -158,22 +164,34 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int, d
             found.append(found[1])
         else:
             counts = layers[virtual] - dense[virtual], dense[virtual]
-            found.append(_pass(parts, counts, virtual == 0, virtual == last, several))
+            again = its.recompute_layers if parts.plain else None
+            found.append(_pass(parts, counts, virtual == 0, virtual == last, several, again))
     return found
 
 
-def _pass(parts: MicroBatch, layers: tuple[int, int], first: bool, last: bool, several: bool) -> Pass:
+def _pass(
+    parts: MicroBatch, layers: tuple[int, int], first: bool, last: bool, several: bool, again: int | None
+) -> Pass:
     """Return the memory of a pass on a virtual stage.
 
     Args:
         layers: number of its layers that are as the last one, and of those without experts, which come before them.
         several: True for more than one microbatch.
+        again: number of its first layers that are as ``parts`` has them, while others are as ``parts.plain`` has them;
+            None for all.
     """
-    alike, bare = (parts.outer, parts.outer_bare) if first or last else (parts.inner, parts.inner_bare)
+    alike, bare = _of_layers(parts, first or last)
+    runs = [(layers[1], bare), (layers[0], alike)]
+    if again is not None and parts.plain:
+        kinds = zip(runs, _of_layers(parts.plain, first or last)[::-1], strict=True)
+        runs = []
+        for (count, layer), plain in kinds:
+            runs += [(min(count, again), layer), (count - min(count, again), plain)]
+            again -= min(count, again)
     kept = (parts.tokens if first or last else 0.0) + (parts.embedding if first else 0.0)
     waiting = parts.tied if first and last else 0.0
     peak = kept + parts.embedding_work + waiting if first else 0.0
-    for count, layer in zip(layers[::-1], (bare, alike), strict=True):
+    for count, layer in runs:
         kept += count * layer.kept_bytes
         if count:
             peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes + waiting)
@@ -188,6 +206,11 @@ def _pass(parts: MicroBatch, layers: tuple[int, int], first: bool, last: bool, s
         kept += parts.output
     # The gradient received from the next stage, and the one that the previous microbatch sent to the previous stage.
     return Pass(kept, peak + parts.passed * ((not last) + (not first and several)))
+
+
+def _of_layers(parts: MicroBatch, is_end: bool) -> tuple[Pass, Pass]:
+    """Return a layer as the last one and one without experts; of the first or the last virtual stage, or of another."""
+    return (parts.outer, parts.outer_bare) if is_end else (parts.inner, parts.inner_bare)
 
 
 def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]:

@@ -103,8 +103,14 @@ def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
     output layer's input and, for the loss, the logits in single precision, as in ``compute_activation_memory``.
     """
     layer, bare = (layer_activation_bytes(its, parallel) for its in (model, model.bare))
-    counts = zip(parallel.layers(model), parallel.dense_layers(model), strict=True)
+    counts = list(zip(parallel.layers(model), parallel.dense_layers(model), strict=True))
     kept = [(count - dense) * layer + dense * bare for count, dense in counts]
+    if parallel.recompute is Recompute.FULL:
+        whole = [layer_activation_bytes(its, parallel, Recompute.NONE) for its in (model, model.bare)]
+        for virtual, (count, dense) in enumerate(counts):
+            again, again_dense = parallel.again(count), parallel.again(dense)
+            kept[virtual] += (count - dense - again + again_dense) * (whole[0] - layer)
+            kept[virtual] += (dense - again_dense) * (whole[1] - bare)
     if model.vocabulary:
         tokens = model.sequence / parallel.cp * parallel.microbatch
         divisor = parallel.tp if parallel.sequence_parallel else 1

@@ -62,6 +62,8 @@ class Parallel:
         recompute_modules: modules that selective recomputation computes again, of ``core_attn``, ``mlp``, ``moe``,
             ``shared_experts``, ``layernorm``, ``moe_act`` and ``mla_up_proj`` (Megatron-core 0.19,
             ``TransformerConfig.recompute_modules``).
+        recompute_layers: number of the first layers of each virtual stage that full recomputation computes again
+            (``--recompute-method block``); None for all.
         distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
         first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
         last_layers: number of layers of the last rank; None for that of the other ranks.
@@ -85,6 +87,7 @@ class Parallel:
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_layers: int | None = None
     precision: Precision = Precision.BF16
     distributed_optimizer: bool = False
     first_layers: int | None = None
@@ -95,7 +98,8 @@ class Parallel:
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size", "expert_tp"):
+        counts = "tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size", "expert_tp"
+        for name in (*counts, "recompute_layers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
@@ -112,6 +116,12 @@ class Parallel:
             value = getattr(self, name)
             if value is not None and value % self.chunks:
                 raise ValueError(f"{name} is {value}; expected a multiple of chunks, {self.chunks}")
+
+    def again(self, layers: int) -> int:
+        """Return how many of a virtual stage's layers, the first ones, full recomputation computes again."""
+        if self.recompute is not Recompute.FULL:
+            return 0
+        return layers if self.recompute_layers is None else min(layers, self.recompute_layers)
 
     def computes_again(self, module: str) -> bool:
         """Return True if selective recomputation has this module."""

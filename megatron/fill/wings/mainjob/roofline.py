@@ -192,7 +192,7 @@ def stage_cost(
     forward = max(whole.forward_s + forward_exchange_s, forward_kernels * LAUNCH_S)
     backward = max(whole.backward_s + backward_exchange_s, backward_kernels * LAUNCH_S)
     if its.recompute is Recompute.FULL:
-        backward += forward
+        backward += forward * its.again(layers) / max(1, layers)
     elif its.recompute is Recompute.SELECTIVE:
         backward += _again_s(parts, its, forward_exchange_s)
     ends = Part()
