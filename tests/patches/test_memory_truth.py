@@ -58,8 +58,8 @@ SELECTIVE: dict[str, Any] = {"recompute": Recompute.SELECTIVE, "recompute_module
 CASES = [
     ((GPT, Parallel(pp=2, tp=2, dp=2, global_batch=6, sequence_parallel=True, distributed_optimizer=True)), 0),
     ((GPT, Parallel(pp=2, global_batch=3, recompute=Recompute.SELECTIVE)), 1),
-    ((WIDE, Parallel(pp=2, global_batch=3, recompute=Recompute.FULL, recompute_layers=1)), 0),
-    ((WIDE, Parallel(pp=2, global_batch=3, recompute=Recompute.FULL, recompute_layers=3)), 1),
+    ((WIDE, Parallel(pp=2, global_batch=3, recompute=Recompute.FULL, recomputed=1)), 0),
+    ((WIDE, Parallel(pp=2, global_batch=3, recompute=Recompute.FULL, recomputed=3)), 1),
     ((EXPERTS, Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
     ((replace(EXPERTS, shared_width=512), Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
     ((replace(GPT, layers=4), Parallel(pp=2, global_batch=2, stage_layers=(3, 1))), 1),

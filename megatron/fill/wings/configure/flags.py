@@ -148,7 +148,7 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
             ignored.append(flag)
         if flag in _RECOMPUTE:
             if flag == _RECOMPUTE[1] and block:
-                fixed["recompute_layers"] = _number(flag, value, least=0)
+                fixed["recomputed"] = _number(flag, value, least=0)
             continue
         others += [flag] if value is None else [flag, *value]
     if block:
@@ -304,9 +304,9 @@ def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:
     if parallel.recompute is Recompute.SELECTIVE and parallel.recompute_modules != ("core_attn",):
         flags += [_MODULES, *parallel.recompute_modules]
     if parallel.recompute is Recompute.FULL:
-        block = parallel.recompute_layers is not None
+        block = parallel.recomputed is not None
         flags += ["--recompute-method", "block" if block else "uniform"]
-        flags += ["--recompute-num-layers", str(parallel.recompute_layers or 1)]
+        flags += ["--recompute-num-layers", str(parallel.recomputed or 1)]
     return flags
 
 
@@ -334,12 +334,12 @@ def _number(flag: str, value: list[str] | None, least: int = 1) -> int:
 
 def _check_block(fixed: dict[str, Any]) -> None:
     """Take ``--recompute-method block`` with the number of layers that it needs; with 0 nothing is computed again."""
-    if "recompute_layers" not in fixed:
+    if "recomputed" not in fixed:
         raise ConfigError(f"{_RECOMPUTE[0]} is 'block' without {_RECOMPUTE[1]}; expected both")
     if fixed.get("recompute") is not Recompute.FULL:
         raise ConfigError(f"{_RECOMPUTE[0]} without --recompute-granularity full; expected both")
-    if fixed["recompute_layers"] == 0:
-        del fixed["recompute_layers"]
+    if fixed["recomputed"] == 0:
+        del fixed["recomputed"]
         fixed["recompute"] = Recompute.NONE
 
 

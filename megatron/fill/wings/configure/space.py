@@ -113,7 +113,7 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
                         schedule="interleaved" if chunk > 1 else "1f1b",
                         sequence_parallel=tp > 1 and model.sequence % tp == 0,
                         recompute=fixed.get("recompute", Recompute.NONE),
-                        recompute_layers=fixed.get("recompute_layers"),
+                        recomputed=fixed.get("recomputed"),
                         recompute_modules=fixed.get("recompute_modules", ("core_attn",)),
                         precision=training.precision,
                         distributed_optimizer=dp * cp > 1,

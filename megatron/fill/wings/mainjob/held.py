@@ -71,8 +71,8 @@ class MicroBatch:
 
 def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
     """Return the parts' memory; it is cached for layouts with equal microbatches."""
-    if its.recompute_layers is not None and its.recompute is Recompute.FULL:
-        parts, plain = (micro_batch(model, replace(its, recompute_layers=None, recompute=kind)) for kind in _KINDS)
+    if its.recomputed is not None and its.recompute is Recompute.FULL:
+        parts, plain = (micro_batch(model, replace(its, recomputed=None, recompute=kind)) for kind in _KINDS)
         return replace(parts, plain=plain)
     return _micro_batch(
         *(model, its.tp, its.cp, its.ep, its.expert_width, its.sequence_parallel, its.microbatch),
@@ -164,7 +164,7 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int, d
             found.append(found[1])
         else:
             counts = layers[virtual] - dense[virtual], dense[virtual]
-            again = its.recompute_layers if parts.plain else None
+            again = its.recomputed if parts.plain else None
             found.append(_pass(parts, counts, virtual == 0, virtual == last, several, again))
     return found
 

@@ -62,7 +62,7 @@ class Parallel:
         recompute_modules: modules that selective recomputation computes again, of ``core_attn``, ``mlp``, ``moe``,
             ``shared_experts``, ``layernorm``, ``moe_act`` and ``mla_up_proj`` (Megatron-core 0.19,
             ``TransformerConfig.recompute_modules``).
-        recompute_layers: number of the first layers of each virtual stage that full recomputation computes again
+        recomputed: number of the first layers of each virtual stage that full recomputation computes again
             (``--recompute-method block``); None for all.
         distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
         first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
@@ -87,7 +87,7 @@ class Parallel:
     sequence_parallel: bool = False
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    recompute_layers: int | None = None
+    recomputed: int | None = None
     precision: Precision = Precision.BF16
     distributed_optimizer: bool = False
     first_layers: int | None = None
@@ -99,7 +99,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         counts = "tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size", "expert_tp"
-        for name in (*counts, "recompute_layers"):
+        for name in (*counts, "recomputed"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
@@ -121,7 +121,7 @@ class Parallel:
         """Return how many of a virtual stage's layers, the first ones, full recomputation computes again."""
         if self.recompute is not Recompute.FULL:
             return 0
-        return layers if self.recompute_layers is None else min(layers, self.recompute_layers)
+        return layers if self.recomputed is None else min(layers, self.recomputed)
 
     def computes_again(self, module: str) -> bool:
         """Return True if selective recomputation has this module."""
