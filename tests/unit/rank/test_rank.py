@@ -351,3 +351,19 @@ def test_memory_that_a_job_gives_back_is_shown_at_once_and_what_the_main_job_tak
     free_mib[0] = 900
     drive.iteration(20)
     assert shown(reader) == [900 << 20]
+
+
+def test_a_bubble_that_was_not_there_since_the_last_look_keeps_its_memory_on_the_board():
+    board = CycleBoard()
+    predictor = BubblePredictor(FillRule(warmup=2))
+    listener = RankListener(FakeGate(), Recorder(INFO, 3), predictor, lambda: 1000 << 20, board=board)
+    drive, reader = Drive(listener), CycleBoardReader(board.reader_fd())
+    for _ in range(30):
+        drive.iteration(20, 30)
+    listener.disturbed("a checkpoint")
+    drive.iteration(20)
+    assert shown(reader) == [1000 << 20] * 2
+    drive.iteration(20)
+    listener.disturbed("a checkpoint")
+    drive.iteration(20)
+    assert shown(reader) == [1000 << 20] * 2
