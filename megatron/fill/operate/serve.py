@@ -158,8 +158,11 @@ def trace(collected: Collected, segment: Path) -> None:
     while True:
         try:
             early, waiting = waiting, []
+            traced: dict[int, dict[int, TracedStep]] = {}
             for rank, sample in [*early, *collected.samples()]:
-                steps = traced_steps(segment, rank.info.rank)
+                if rank.info.rank not in traced:
+                    traced[rank.info.rank] = traced_steps(segment, rank.info.rank)
+                steps = traced[rank.info.rank]
                 step = steps.get(sample.iteration)
                 # The account, which is another file, may name this iteration only now: by the next look it does.
                 behind = step is None and bool(steps) and sample.iteration > max(steps)

@@ -35,6 +35,7 @@ _GIB = 2**30
 _BRAKES = 5  # stops of one rank that are printed
 _JOBS, _SEGMENTS = 40, 10  # numbers of jobs and segments that are printed
 _RESULTS, _RESULT = 6, 40  # values printed of one job, and letters of each
+_NAMED = 6  # ranks named in a message
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -299,9 +300,6 @@ def _distribution(times: Percentiles | None) -> str:
     if times is None:
         return "no step ran in a bubble"
     return f"p50 {times.p50:,.0f} us, p99 {times.p99:,.0f} us, max {times.max:,.0f} us ({times.count:,} bubbles)"
-
-
-_NAMED = 6  # ranks named in a message
 
 
 def record_lines(report: Report) -> Iterator[str]:

@@ -96,7 +96,7 @@ class JobStore(ABC):
         return self._run(lambda transaction: transaction.stamp(), write=False)
 
     def used_s(self, since_s: float) -> dict[str, float]:
-        """The seconds in bubbles that the jobs of each user have had, of those that finished since then or have not."""
+        """The device-seconds that the jobs of each user have had, of those that finished since then or have not."""
         return self._run(lambda transaction: transaction.used_s(since_s), write=False)
 
     def claim(
