@@ -9,6 +9,7 @@ and the training continues: nothing behind the bus may harm it.  The author of a
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -364,6 +365,10 @@ class BubbleBus:
             if (listener := self._heard) is not None:
                 self._guarded(listener.cycle_ended)
 
+    def forget(self) -> None:
+        """Report nothing any more: in a forked child, whose bubbles are not the rank's."""
+        self.listener, self._saving = None, False
+
     def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
         try:
             call(*arguments)
@@ -378,6 +383,7 @@ class BubbleBus:
 
 
 bus = BubbleBus()
+os.register_at_fork(after_in_child=bus.forget)  # a save may fork writers, which inherit the gate's page
 
 
 @contextmanager

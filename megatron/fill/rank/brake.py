@@ -17,7 +17,7 @@ _PROBE = 4  # number of iterations in a row without filling; compared with as ma
 _PERIODS = (16, 32, 64, 128)  # iterations from one probe to the next: each a multiple of the one before
 _CALM_PAIRS = 4  # number of pairs after which the probes become rarer
 _FORGIVING_PAIRS = 16  # number of pairs in a row without braking after which one strike is removed
-_CLEARED = -2.0  # standard deviations to the limit, over all pairs, below which they become rarer at once
+_CLEARED = -2.0  # standard deviations to the limit, over all pairs since jobs settled: below, they do so at once
 _DISTRUSTED = 1.5  # standard deviations above the limit, over all pairs, from which probes become frequent again
 _SURPRISING = 3.0  # the same, for the latest pair
 _COOL_DOWN = 64  # iterations without filling after braking; doubles with every strike
@@ -60,6 +60,7 @@ class Brake:
         self._evidence = Evidence(limit)
         self._noise = Noise()
         self._level = 0
+        self._settled = False
         self._calm = 0  # pairs since the probes became rarer, or since the slowdown last seemed to be over the limit
         self._good = 0  # pairs since the latest stop, or since a strike was last removed
         self._strikes = 0
@@ -90,6 +91,12 @@ class Brake:
             self.say(f"PipeFill: rank {self.rank} fills again from iteration {iteration}, with a guard of {guard}")
         self._filling = not self._until and self._plan(iteration, number)
         return self._filling
+
+    def jobs_settled(self) -> None:
+        """Begin again with frequent probes: the pairs so far had little or nothing filled in them."""
+        self._settled = True
+        self._level = self._calm = 0
+        self._evidence.clear()
 
     @property
     def on(self) -> bool:
@@ -146,7 +153,7 @@ class Brake:
         self._calm = self._calm + 1 if suspicion < 0 else 0
         if suspicion > _DISTRUSTED or self._evidence.surprise(sigma) > _SURPRISING:
             self._level = 0
-        elif self._calm >= _CALM_PAIRS or suspicion < _CLEARED:
+        elif self._calm >= _CALM_PAIRS or (self._settled and suspicion < _CLEARED):
             self._calm, self._level = 0, min(self._level + 1, len(_PERIODS) - 1)
         self._good += 1
         if self._good >= _FORGIVING_PAIRS and self._strikes:

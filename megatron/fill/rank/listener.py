@@ -121,8 +121,11 @@ class RankListener:
         self._iterations_seen += 1
         begun = self._blocks.begun
         self._blocks.iteration_started()
-        if self._blocks.begun and not begun and self._last_settling:
-            self.recorder.settled_after = self._last_settling
+        if self._blocks.begun and not begun:
+            if self._last_settling:
+                self.recorder.settled_after = self._last_settling
+            if self.brake is not None:
+                self.brake.jobs_settled()
         if not self._blocks.begun and self._blocks.past_warmup >= 0:
             self._last_settling = iteration
         self.watching = self._blocks.watched if watched is None else watched

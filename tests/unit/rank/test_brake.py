@@ -24,6 +24,7 @@ class Training:
     Args:
         slower: how much filling slows an iteration that has this guard (in ns) at this number.
         iteration_ns: without noise and filling.
+        settled: number of the iteration before which all jobs have settled.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Training:
         slower: float | Callable[[int, int], float] = 0.0,
         iteration_ns: int = SECOND,
         first: int = 6,
+        settled: int = 0,
         **settings: int,
     ) -> None:
         self.slower = slower if callable(slower) else lambda guard_ns, number: slower
         self.iteration_ns = iteration_ns
         self.first = first
+        self.settled = settled
         self.said: list[str] = []
         self.brake = Brake(0.01, 3, say=self.said.append, **settings)
         self.filled: list[bool] = []
@@ -45,6 +48,8 @@ class Training:
         brake = self.brake
         for value in noise:
             number = len(self.filled)
+            if number == self.settled:
+                brake.jobs_settled()
             on = brake.iteration_started(self.first + number, number)
             factor = math.exp(value) * (1 + on * self.slower(brake.guard_ns, number))
             brake.observe(int(self.iteration_ns * factor), disturbed(number))
@@ -174,6 +179,14 @@ def test_filling_begins_with_frequent_probes_that_become_rare():
 def test_without_noise_probes_become_rare_with_every_pair_from_the_second_on():
     filled = Training(first=0).run(np.zeros(1024)).filled
     assert [at for at in range(1024) if not filled[at] and filled[at - 1]] == [8, 24, 56, *range(120, 1024, 128)]
+
+
+def test_what_was_measured_before_jobs_settled_does_not_delay_the_brake():
+    for seed in range(10):
+        slow = Training(lambda guard_ns, number: 0.02 * (number >= 160), settled=160)
+        slow.run(normal(1500, seed, sigma=0.005))
+        at_once = Training(0.02).run(normal(1500, seed, sigma=0.005))
+        assert slow.brake.events[0].iteration - 160 <= at_once.brake.events[0].iteration + 32
 
 
 def test_a_slowdown_near_the_limit_keeps_the_probes_frequent():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import BubbleBus, Callback
+from megatron.fill.hooks import bus as the_bus
 from megatron.fill.types import CycleKey
 
 
@@ -226,6 +228,19 @@ def test_waits_outside_a_schedule_are_no_bubbles():
     wait(bus)
     bus.end_iteration()
     assert heard.bubbles == []
+
+
+def test_a_forked_child_reports_nothing(monkeypatch):
+    heard = Heard()
+    monkeypatch.setattr(the_bus, "listener", heard)
+    with the_bus.saving():
+        child = os.fork()
+        if not child:
+            the_bus.wait_in_save(int)
+            os._exit(len(heard.events))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        the_bus.wait_in_save(int)
+    assert heard.bubbles == [("save", 0)]
 
 
 def test_a_listener_that_raises_is_taken_off_and_shut(caplog):
