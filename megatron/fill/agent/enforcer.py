@@ -129,7 +129,8 @@ class Enforcer:
         self._look(now_ns)
         left_ns = self.grace_ns - (now_ns - ended_ns)
         if left_ns < 0:
-            self._hangs_at_ns = now_ns + self.hung_ns
+            bubble = self.gate.current()  # the next one may be open already, and be a long one
+            self._hangs_at_ns = self.hung_ns + (now_ns if bubble is None else max(now_ns, bubble.deadline_ns))
             self._overdue_in = callback
             self._ration(lambda: self.log.step_seq == seq, self._charge)
             return _SOON_S
@@ -201,6 +202,8 @@ class Enforcer:
 
     def _serve_rations(self, needed: Callable[[], bool], after: Callable[[], None]) -> None:
         seq = self.gate.seq
+        if self.gate.is_open(seq):  # the next bubble may be open already
+            seq -= 1
         while not (self._over or self.gate.ended or self.ending):
             bubble = self.gate.wait(seq)
             if bubble is None or self._over or self.ending:
@@ -208,7 +211,7 @@ class Enforcer:
             seq = bubble.seq
             self._looked_ns, self._core = time.monotonic_ns(), self._sample()
             self._signal(signal.SIGCONT)
-            while self.gate.is_open(seq) and not self._over:
+            while self.gate.is_open(seq) and not self._over and needed():
                 self.gate.wait_change(seq, _SOON_NS)  # a job may wait at the same futex before us, or requeue us
             if not needed():
                 break

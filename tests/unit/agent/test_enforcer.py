@@ -131,6 +131,22 @@ def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(b
     )
 
 
+def test_what_runs_on_into_a_long_bubble_goes_on_there_and_is_not_hung(bench):
+    seq = bench.begin_step()
+    bench.gate.open_alone(time.monotonic_ns() + 60 * 10**9)
+    bench.check_until(lambda: bench.enforcer._rationing)
+    until(lambda: not bench.stopped)
+    end_s = time.monotonic() + 0.3
+    bench.check_until(lambda: time.monotonic() > end_s)
+    assert not bench.stopped
+    assert bench.enforcer.ending is None
+    bench.end_step(seq)
+    bench.enforcer._rationing.join(10)  # although the bubble is still open
+    assert not bench.enforcer._rationing.is_alive()
+    assert not bench.stopped
+    assert bench.enforcer.ending is None
+
+
 def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch):
     monkeypatch.setattr(Enforcer, "_sample", lambda self: _Core(10**9))  # ready, and never on a core
     bench.begin_step()
