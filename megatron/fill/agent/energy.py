@@ -15,7 +15,7 @@ class EnergyShare:
 
     Args:
         read: returns the device's counter in J, None if there is none.
-        had_ns: returns the time in ns of this attempt in steps so far, without that outside bubbles.
+        had_ns: returns the steps' time in ns so far in this attempt, without that outside bubbles.
         clock_ns: a monotonic clock.
 
     Attributes:

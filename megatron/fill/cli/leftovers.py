@@ -8,8 +8,6 @@ first, so that nobody can put a job back into the queue whose folder is about to
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -20,7 +18,7 @@ from megatron.fill.agent.claims import SUBMITTED
 from megatron.fill.agent.folder import folder_name, is_known
 from megatron.fill.errors import FillError, StoreError
 from megatron.fill.folders import AGENTS, CONTROL, JOBS, LOCKS, OUTPUT, RECORDS, RUN_LOCK, lock_file, output_file
-from megatron.fill.linux import safefile
+from megatron.fill.linux import recordlock, safefile
 from megatron.fill.records import SegmentEnding, read_segments
 from megatron.fill.store import Job, JobStore, open_store
 from megatron.fill.store.aging import forgettable
@@ -275,7 +273,6 @@ def _held(run: Path) -> Iterator[bool]:
 
 def _lock(fd: int) -> bool:
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # a file system without locks keeps no training out, so its age alone counts
-        return error.errno not in (errno.EAGAIN, errno.EACCES)
-    return True
+        return recordlock.lock(fd, 0, 0)
+    except OSError:  # a file system without locks keeps no training out, so its age alone counts
+        return True
