@@ -12,21 +12,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.agent.spec import AgentSpec
-from megatron.fill.agent.turn import Turn
+from megatron.fill.agent.turn import DeviceTurn, turn_file
+from megatron.fill.agent.warden import END_S
 from megatron.fill.folders import AGENTS, BETWEEN
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
+from megatron.fill.linux.wakeup import Wakeup
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.gate import SharedGate
@@ -39,7 +39,6 @@ _LOOK_S = 0.1
 # Jobs are saved between bubbles; a step that does not fit before the end waits for the next bubble.
 _BUBBLE_S = 60.0
 _FREE = 1 << 50  # memory in bytes that no training takes; what the device has free is less, and counts
-_END_S = 15.0  # time limit for the agent to end its jobs in order
 
 
 class Keeper:
@@ -54,10 +53,7 @@ class Keeper:
         self.spec = spec
         self.dead = dead
         self._ending = False
-        self._signalled, wakeup = os.pipe()
-        os.set_blocking(self._signalled, False)
-        os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self._woken = Wakeup()
 
     def end(self, number: int, frame: Any) -> None:
         """Handle SIGTERM."""
@@ -70,11 +66,11 @@ class Keeper:
             rank_fd: descriptor of the rank's process, readable once it has ended.
         """
         spec = self.spec
-        while not self._ending and not self._wait(3600.0, rank_fd):
+        while not self._ending and not self._woken.wait(3600.0, rank_fd):
             pass
         if self._ending or ControlPage(spec.control_fd).state is not RunState.RUNNING:
             return
-        turn = Turn(Path(spec.run_dir), spec.place)
+        turn = DeviceTurn(turn_file(Path(spec.run_dir), spec.place))
         if not turn.keep():
             logger.info("no job runs between two trainings: a rank has started already")
             return
@@ -82,7 +78,7 @@ class Keeper:
         why = self._serve(turn, CycleBoardReader(spec.board_fd).read())
         logger.info("jobs had the device for %.1f s between two trainings: %s", time.monotonic() - began_s, why)
 
-    def _serve(self, turn: Turn, cycle: BubbleCycle | None) -> str:
+    def _serve(self, turn: DeviceTurn, cycle: BubbleCycle | None) -> str:
         """Run an agent until the end; return the reason for it.  No process is left, whatever is raised."""
         gate, board, last_word = SharedGate(), CycleBoard(), LastWord.create()
         control = ControlPage.create(self.spec.rank)
@@ -100,29 +96,33 @@ class Keeper:
         )
         gate.seal()
         board.seal()
-        records.mkdir(exist_ok=True)
-        note = control.announce(Path(spec.run_dir), board.fd)
         path = Path(spec.run_dir) / AGENTS / f"{BETWEEN}{spec.rank}.json"
-        path.touch(mode=0o600)
-        path.write_text(spec.to_json(), encoding="utf-8")
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "megatron.fill.agent.agent", str(path), str(os.getpid()), self.dead],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd),
-        )
-        try:
-            return self._stay(gate, lambda: agent.poll() is not None, control, turn)
+        note: Path | None = None
+        agent: subprocess.Popen[bytes] | None = None
+        try:  # the disk may be full
+            records.mkdir(exist_ok=True)
+            note = control.announce(Path(spec.run_dir), board.fd)
+            path.touch(mode=0o600)
+            path.write_text(spec.to_json(), encoding="utf-8")
+            agent = subprocess.Popen(
+                [sys.executable, "-m", "megatron.fill.agent.agent", str(path), str(os.getpid()), self.dead],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd),
+            )
+            return self._stay(gate, agent, control, turn)
         finally:
             gate.end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(_END_S)
-            agent.kill()
-            agent.wait()
+            if agent is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(END_S)
+                agent.kill()
+                agent.wait()
             end_descendants()
-            for file in (note, path):
-                file.unlink(missing_ok=True)
+            if note is not None:
+                control.withdraw(note)
+            path.unlink(missing_ok=True)
 
-    def _stay(self, gate: SharedGate, gone: Callable[[], bool], control: ControlPage, turn: Turn) -> str:
+    def _stay(self, gate: SharedGate, agent: subprocess.Popen[bytes], control: ControlPage, turn: DeviceTurn) -> str:
         """Keep the gate open; return the reason for the end."""
         end_s = time.monotonic() + self.spec.between_s
         bubble_end_s = 0.0
@@ -134,7 +134,7 @@ class Keeper:
                 return "their time is over"
             if self._ending:
                 return "SIGTERM"
-            if gone():
+            if agent.poll() is not None:
                 return "their agent has ended"
             if control.state is RunState.KILLED and control.acknowledged:
                 return "pipefill kill"
@@ -142,14 +142,7 @@ class Keeper:
                 gate.close(time.monotonic_ns())
                 bubble_end_s = min(end_s, now_s + _BUBBLE_S)
                 gate.open_alone(round(bubble_end_s * 1e9))
-            self._wait(min(_LOOK_S, bubble_end_s - now_s))
-
-    def _wait(self, seconds: float, *fds: int) -> bool:
-        """Sleep until a signal comes or a descriptor is readable, at most for ``seconds``; True for a descriptor."""
-        ready = select.select([self._signalled, *fds], [], [], max(0.0, seconds))[0]
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._signalled, 4096)
-        return any(fd in ready for fd in fds)
+            self._woken.wait(min(_LOOK_S, bubble_end_s - now_s))
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
 It supervises the agent: an agent that dies is replaced, one that was stopped is continued, and processes that its
 workers leave behind are ended (orphans become children of the nearest ancestor that adopts them: the agent, or the
-warden once the agent has died).  It does nothing else, so that little in it can fail.  If it dies anyway, agent and
+warden once the agent has died).  With ``--fill-between`` it also starts a keeper when its agent has ended
+(``megatron.fill.agent.keeper``), and until then has a new rank wait for the jobs of its own, dead one
+(``megatron.fill.agent.turn``).  It does nothing else, so that little in it can fail.  If it dies anyway, agent and
 workers die with it, and the rank continues to train without filling.
-
-With ``--fill-between`` it starts a keeper when its agent has ended (``megatron.fill.agent.keeper``).
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.agent.turn import DeviceTurn, turn_file
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
+from megatron.fill.linux.wakeup import Wakeup
 
 logger = logging.getLogger("pipefill.warden")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before an agent is started again
 _HEALTHY_S = 30.0  # lifetime of an agent after which the pause is reset
-_END_S = 15.0  # time limit for an agent to end its jobs in order once the rank has ended
+END_S = 15.0  # time limit for an agent to end its jobs in order
+_KEEPER_S = 20.0  # ... for a keeper to take its lock: Python starts slowly at this priority
+_DYING_S = 1.0  # ... for a rank to die, of one thread of which the kernel has told
+_LOOK_S = 0.02
 
 
 class Warden:
     """Keeps one agent alive until the training is over.
 
     Args:
-        spec_path: the agent's spec file; the warden reads only rank, parent and descriptors from it.
+        spec_path: the agent's spec file; the warden reads only rank, parent, descriptors and what a keeper needs.
         continue_s: time in seconds after which a stopped agent is continued.
     """
 
@@ -46,14 +51,13 @@ class Warden:
         self.parent: int = spec["parent"]
         self.descriptors = [value for name, value in spec.items() if name.endswith("_fd")]
         self.dead: list[int] = []  # pids of earlier agents, whose jobs are to be given back
-        self._rank_fd = os.pidfd_open(self.parent) if spec.get("between_s") else None  # None: no keeper follows
+        self._turn = _turn(spec) if spec.get("between_s") else None  # None: no keeper follows
+        self._rank_fd = None if self._turn is None else os.pidfd_open(self.parent)
         self._continue_s = continue_s
+        self._holds = False
         self._ending = False
         self._pause_s = _FIRST_PAUSE_S
-        self._signalled, wakeup = os.pipe()
-        os.set_blocking(self._signalled, False)
-        os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self._woken = Wakeup()
 
     def run(self) -> None:
         """Serve until an agent exits with 0, which it does when the training is over."""
@@ -64,13 +68,14 @@ class Warden:
             if code:
                 self.dead.append(agent.pid)
             if code == 0 or self._ending:
-                self._leave_to_keeper()
-                return
+                break
             if time.monotonic() - began_s > _HEALTHY_S:
                 self._pause_s = _FIRST_PAUSE_S
             logger.warning("rank %d: its agent ended with %d; another follows in %g s", self.rank, code, self._pause_s)
-            self._wait(self._pause_s)
+            self._woken.wait(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        if self._turn is not None and self._rank_fd is not None:
+            self._leave_to_keeper(self._turn, self._rank_fd)
 
     def end(self, number: int, frame: Any) -> None:
         """Handle a signal: the rank has ended, or asks for the end."""
@@ -84,17 +89,40 @@ class Warden:
             pass_fds=self.descriptors,
         )
 
-    def _leave_to_keeper(self) -> None:
-        """Start a keeper, unless somebody has ended the warden of a rank that goes on."""
-        if self._rank_fd is None or (self._ending and not select.select([self._rank_fd], [], [], 0)[0]):
+    def _leave_to_keeper(self, turn: DeviceTurn, rank_fd: int) -> None:
+        """Start a keeper, unless somebody has ended the warden of a rank that goes on, or another rank has come."""
+        end_s = time.monotonic() + _DYING_S
+        while self._ending and not self._rank_gone:
+            if time.monotonic() > end_s:
+                return
+            self._woken.wait(_LOOK_S)
+        self._hold()
+        if self._holds and turn.wanted:
             return
         dead = ",".join(map(str, self.dead))
-        subprocess.Popen(
-            [sys.executable, "-m", "megatron.fill.agent.keeper", str(self.spec_path), str(self._rank_fd), dead],
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "megatron.fill.agent.keeper", str(self.spec_path), str(rank_fd), dead],
             stdin=subprocess.DEVNULL,
-            pass_fds=(*self.descriptors, self._rank_fd),
+            pass_fds=(*self.descriptors, rank_fd),
             start_new_session=True,  # a launcher ends what is in its rank's
         )
+        # A rank that starts must find one of the two, so this one stays until the keeper has its lock.
+        end_s = time.monotonic() + _KEEPER_S
+        while self._holds and keeper.poll() is None and not turn.kept and time.monotonic() < end_s:
+            self._woken.wait(_LOOK_S)
+
+    @property
+    def _rank_gone(self) -> bool:
+        """True if the rank is dying or dead; its descriptor tells of that only once its memory is released."""
+        if os.getppid() != self.parent:
+            return True
+        return self._rank_fd is not None and bool(select.select([self._rank_fd], [], [], 0)[0])
+
+    def _hold(self) -> None:
+        """Have a rank that starts wait for the jobs of this one, if this one is dead."""
+        if self._turn is not None and not self._holds and self._rank_gone:
+            self._holds = True
+            self._turn.end_jobs()
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
         """Wait for the agent's end; return its exit code, negative for a signal."""
@@ -111,8 +139,10 @@ class Warden:
                 agent.returncode = os.waitstatus_to_exitcode(status)
                 return agent.returncode
             if self._ending and deadline_s is None:
-                deadline_s, stopped_s = now_s + _END_S, now_s - self._continue_s
+                deadline_s, stopped_s = now_s + END_S, now_s - self._continue_s
                 os.kill(agent.pid, signal.SIGTERM)  # not Popen.send_signal, which would reap the agent
+            if self._ending:
+                self._hold()
             if stopped_s is not None and now_s - stopped_s >= self._continue_s:
                 stopped_s = None
                 os.kill(agent.pid, signal.SIGCONT)
@@ -120,15 +150,17 @@ class Warden:
                 os.kill(agent.pid, signal.SIGKILL)
             if not pid:
                 ends = [stopped_s + self._continue_s if stopped_s is not None else None, deadline_s]
-                self._wait(min((end - now_s for end in ends if end is not None), default=3600.0))
+                self._woken.wait(min((end - now_s for end in ends if end is not None), default=3600.0))
 
-    def _wait(self, seconds: float) -> None:
-        """Sleep until a signal comes, at most for ``seconds``."""
-        select.select([self._signalled], [], [], max(0.0, seconds))
-        try:
-            os.read(self._signalled, 4096)
-        except BlockingIOError:
-            return
+
+def _turn(spec: dict[str, Any]) -> DeviceTurn | None:
+    """Return the turn of the rank's device; None if no keeper may follow: it cannot be locked, or one never left."""
+    try:
+        turn = DeviceTurn(turn_file(Path(spec["run_dir"]), spec["place"]), create=True)
+        return None if turn.kept else turn
+    except OSError as error:
+        logger.warning("no job goes on after this training: %s", error)
+        return None
 
 
 def main(continue_s: float = 1.5) -> None:

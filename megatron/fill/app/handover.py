@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron.fill.agent.turn import Turn
+from megatron.fill.agent.turn import DeviceTurn, take
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.launcher import local_rank, ranks_here
@@ -28,21 +28,15 @@ def check_between(settings: FillSettings) -> None:
         )
 
 
-def take_turn(run_dir: Path) -> Turn | None:
+def take_turn(run_dir: Path) -> DeviceTurn | None:
     """Take this rank's device from jobs that go on in this run folder; called before CUDA is initialised.
 
     Returns:
-        What the process has to keep until its end; None if there can be no such jobs.
+        What the process has to keep until its end; None if no jobs have ever gone on there.
     """
     rank = int(os.environ.get("RANK") or 0)
     began_s = time.monotonic()
-    try:
-        turn = Turn(run_dir, local_rank(rank % ranks_here(int(os.environ.get("WORLD_SIZE") or 1))))
-        if turn.take():
-            logger.info("rank %d waited %.1f s for the jobs of an earlier start", rank, time.monotonic() - began_s)
-    except FileNotFoundError:  # a new run folder
-        return None
-    except OSError as error:
-        logger.warning("rank %d cannot tell whether jobs of an earlier start go on: %s", rank, error)
-        return None
+    turn, found = take(run_dir, local_rank(rank % ranks_here(int(os.environ.get("WORLD_SIZE") or 1))))
+    if found:
+        logger.info("rank %d waited %.1f s for the jobs of an earlier start", rank, time.monotonic() - began_s)
     return turn

@@ -19,7 +19,7 @@ from typing import Any
 import megatron.fill.device.before_cuda  # noqa: F401 -- before the script imports Megatron, which looks for CUDA
 import pipefill_patches
 from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
-from megatron.fill.agent.turn import Turn
+from megatron.fill.agent.turn import DeviceTurn
 from megatron.fill.app.closing import collect, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
@@ -77,7 +77,7 @@ class Launch:
         self.mps: MpsDaemon | None = None
         self.sandbox = RunSandbox()
         self._freed: Freed | None = None
-        self._turn: Turn | None = None
+        self._turn: DeviceTurn | None = None
 
     def take_turn(self) -> None:
         """Take the device from jobs of an earlier start, before anything is imported that uses CUDA.

@@ -1,4 +1,5 @@
-"""Killing of descendants: all processes of a worker, or all orphans that this process adopted from dead children.
+"""Killing of descendants: all processes of a worker, all orphans that this process adopted from dead children, or all
+processes below another.
 
 A process that this process started for its own use is not an orphan: it stays in this process's group (a control
 program, say) or is in ``tree.OWN`` (workers and their holders).  Adopting orphans requires ``host.adopt_orphans``.
@@ -38,11 +39,26 @@ def end_descendants() -> None:
     _end(_orphans, lambda processes: set(), _WITHIN_S, lambda: None)
 
 
+def end_below(pid: int, budget_s: float) -> bool:
+    """Stop, then kill, all processes below another, which is stopped and adopts orphans; True if all are gone.
+
+    Args:
+        budget_s: as in ``end_all``.
+    """
+
+    def look() -> list[Process]:
+        found = [read_process(one) for one in descendants(pid)]
+        return [process for process in found if process is not None and process.alive]
+
+    return _end(look, lambda processes: set(), budget_s, lambda: None, collect=lambda: None)
+
+
 def _end(
     look: Callable[[], list[Process]],
     groups: Callable[[list[Process]], set[int]],
     budget_s: float,
     at_once: Callable[[], None],
+    collect: Callable[[], None] | None = None,
 ) -> bool:
     """Stop all processes, then kill them: a stopped process does not fork, so even a fork bomb is a finite set.
 
@@ -51,16 +67,18 @@ def _end(
         groups: returns those of their process groups that hold no other process.
         budget_s: as in ``end_all``.
         at_once: as in ``end_all``.
+        collect: reaps the dead; None for the orphans that this process adopted.
 
     Returns:
         True if all are gone.
     """
     end_s = time.monotonic() + budget_s
+    collect = collect or _collect
     empty = 0
     while True:
         at_once()
         processes = _stop_all(look, groups, end_s)
-        _collect()
+        collect()
         # A single look may miss a process that is just moving from a dying parent to us.
         empty = 0 if processes else empty + 1
         if empty == 2:

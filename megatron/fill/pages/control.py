@@ -212,6 +212,12 @@ class ControlPage(ControlReader):
         write_text(path, json.dumps({"pid": self.pid, "fd": self.fd, "board": board_fd}) + "\n")
         return path
 
+    def withdraw(self, note: Path) -> None:
+        """Remove the note that ``announce`` has written, unless another process has written its own there since."""
+        with contextlib.suppress(OSError, ValueError):
+            if (_read_note(note) or (0, 0))[0] == self.pid:
+                note.unlink()
+
 
 def _born(pid: int) -> int | None:
     """The start time of a process in ticks since boot; None if it has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.agent.turn import Turn
+from megatron.fill.agent.turn import DeviceTurn, take, turn_file
 from megatron.fill.folders import AGENTS
 from megatron.fill.pages.control import RunState, find_pages, notes
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
@@ -102,6 +103,7 @@ class Kept:
 @pytest.fixture
 def kept(tmp_path, request) -> Iterator[Kept]:
     (tmp_path / AGENTS).mkdir()
+    DeviceTurn(turn_file(tmp_path, 0), create=True).close()  # as the warden does
     with post(tmp_path) as bench:
         made = Kept(tmp_path, bench, getattr(request, "param", 300.0))
         yield made
@@ -126,9 +128,26 @@ def test_no_job_goes_on_for_longer_than_was_said(kept):
 
 def test_it_leaves_when_a_rank_starts(kept):
     agent = kept.die()
-    assert Turn(kept.folder, 0).take(leave_s=60)
+    assert take(kept.folder, 0, leave_s=60)[1]
     assert kept.gone(agent)
     assert kept.in_order
+
+
+def test_a_new_ranks_note_stays_when_it_leaves(kept):
+    kept.die()
+    [note] = notes(kept.folder)
+    note.write_text(json.dumps({"pid": os.getpid(), "fd": 3}))
+    kept.keeper.terminate()
+    assert kept.keeper.wait(60) == 0
+    assert notes(kept.folder) == [note]
+
+
+def test_on_a_full_disk_no_note_stays(kept):
+    (kept.folder / AGENTS / "between3.json").mkdir()  # so that it can be written no more than on a full disk
+    kept.rank.kill()
+    assert kept.keeper.wait(60) != 0
+    assert not notes(kept.folder)
+    assert not kept.seen
 
 
 def test_it_leaves_on_sigterm(kept):
@@ -171,8 +190,9 @@ def test_what_an_operator_stopped_does_not_go_on_by_itself(kept, state):
 
 
 def test_a_rank_that_started_first_has_the_device(kept):
-    turn = Turn(kept.folder, 0)
-    assert not turn.take()
+    turn, found = take(kept.folder, 0)
+    assert turn is not None
+    assert not found
     kept.rank.kill()
     assert kept.keeper.wait(60) == 0
     assert not kept.seen

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron.fill.agent.turn import Turn
+from megatron.fill.agent.turn import DeviceTurn, take, turn_file
 from megatron.fill.folders import AGENTS
+from megatron.fill.linux import recordlock
+from megatron.fill.linux.tree import read, read_process
 from tests.support.children import Child
 from tests.support.waiting import until
 
@@ -43,78 +46,165 @@ def child() -> Iterator[Callable[[Callable[[], object]], Child]]:
         one.end()
 
 
-def rank(run: Path) -> Turn:
-    turn = Turn(run, 0)
-    turn.take()
-    return turn
+def turn(run: Path, place: int = 0) -> DeviceTurn:
+    return DeviceTurn(turn_file(run, place), create=True)
 
 
-def keeper(run: Path) -> Turn:
-    turn = Turn(run, 0)
-    assert turn.keep()
-    return turn
+def rank(run: Path) -> DeviceTurn | None:
+    turn(run).close()
+    return take(run, 0)[0]
 
 
-def test_a_new_run_folder_has_no_keeper(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Turn(tmp_path, 0)
+def keeper(run: Path, place: int = 0) -> DeviceTurn:
+    held = turn(run, place)
+    assert held.keep()
+    return held
+
+
+def gone(pid: int) -> bool:
+    process = read_process(pid)
+    return process is None or not process.alive
+
+
+def test_without_the_flag_there_is_no_keeper_and_nothing_is_made(run):
+    assert take(run, 0) == (None, False)
+    assert take(run / "new", 0) == (None, False)
+    assert not list((run / AGENTS).iterdir())
 
 
 def test_a_rank_that_is_alone_takes_the_device_at_once(run):
-    assert not Turn(run, 0).take()
+    turn(run).close()
+    taken, found = take(run, 0)
+    assert taken is not None
+    assert not found
 
 
 def test_a_keeper_leaves_the_device_to_a_rank_that_came_first(run, child):
     child(lambda: rank(run))
-    turn = Turn(run, 0)
-    assert not turn.keep()
-    assert turn.wanted
+    kept = turn(run)
+    assert not kept.keep()
+    assert kept.wanted
 
 
 def test_ranks_do_not_exclude_each_other(run, child):
     child(lambda: rank(run))
-    assert not Turn(run, 0).take()
+    assert not take(run, 0)[1]
 
 
 def test_devices_have_turns_of_their_own(run, child):
+    turn(run, 1).close()
     child(lambda: rank(run))
-    assert Turn(run, 1).keep()
+    assert turn(run, 1).keep()
 
 
 def test_the_turn_of_a_rank_that_is_killed_is_over(run, child):
     first = child(lambda: rank(run))
-    turn = Turn(run, 0)
-    assert turn.wanted
+    kept = turn(run)
+    assert kept.wanted
     os.kill(first.pid, signal.SIGKILL)
-    until(lambda: not turn.wanted)
-    assert turn.keep()
+    until(lambda: not kept.wanted)
+    assert kept.keep()
 
 
-def test_a_keeper_sees_a_rank_that_waits_for_it_and_the_rank_sees_it_leave(run):
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_rank_sends_the_keepers_of_all_places_away_and_sees_them_leave(run, place):
     def leaves(out: int) -> None:
-        turn = keeper(run)
+        kept = keeper(run, place)
         os.write(out, b"held")
-        until(lambda: turn.wanted)
+        until(lambda: kept.wanted)
         os.write(out, b"left")
 
     one = Child(leaves)
     try:
         assert os.read(one.out, 4) == b"held"
-        assert Turn(run, 0).take(leave_s=60)
+        assert take(run, 0, leave_s=60)[1]
         assert one.read() == b"left"
     finally:
         one.end()
+    assert turn(run, 5).keep()  # that place is free again
 
 
-def test_a_keeper_that_does_not_leave_is_killed_with_all_below_it(run, child):
-    def stays() -> tuple[Turn, object]:
-        turn = keeper(run)
-        below = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 86400 & wait"], start_new_session=True)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        (run / "below").write_text(str(below.pid))
-        return turn, below
+def test_no_place_of_another_node_is_asked(run, child, monkeypatch):
+    node = os.uname().nodename
+    path = run / AGENTS / f"turn-{node}-b-0.lock"
+    child(lambda: DeviceTurn(path, create=True).keep())
+    assert take(run, 0) == (None, False)
 
-    child(stays)
-    below = int((run / "below").read_text())
-    assert Turn(run, 0).take(leave_s=0.1)
-    until(lambda: not Path(f"/proc/{below}").exists() or ") Z " in Path(f"/proc/{below}/stat").read_text(), 10)
+
+def test_keepers_that_do_not_leave_are_killed_after_one_wait_for_all(run, child):
+    stay = [child(lambda place=place: keeper(run, place)) for place in range(4)]
+    began_s = time.monotonic()
+    assert take(run, 0, leave_s=0.5)[1]
+    assert time.monotonic() - began_s < 3
+    assert all(gone(one.pid) for one in stay)
+
+
+def test_a_rank_waits_for_a_warden_that_ends_jobs(run, child):
+    def holds() -> DeviceTurn:
+        held = turn(run)
+        held.end_jobs()
+        return held
+
+    one = child(holds)
+    assert take(run, 0, leave_s=0.1)[1]
+    assert gone(one.pid)
+
+
+FORKS = """
+import os, sys, time
+from megatron.fill.linux import host
+host.adopt_orphans()
+from pathlib import Path
+from megatron.fill.agent.turn import DeviceTurn
+held = DeviceTurn(Path(sys.argv[1]), create=True)
+held.keep()
+if not os.fork():
+    os.setsid()
+    print(flush=True)
+    while True:  # each child leaves its parent behind, and goes on in a session of its own
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        time.sleep(0.001)
+time.sleep(1000)
+"""
+
+
+def marked_alive(mark: str) -> list[int]:
+    """The living processes with this argument."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if mark.encode() in read(f"/proc/{pid}/cmdline") and not gone(pid)]
+
+
+def test_a_job_that_forks_and_leaves_its_parents_does_not_survive_its_keeper(run):
+    path = turn_file(run, 0)
+    command = [sys.executable, "-c", FORKS, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as forks:
+        try:
+            assert forks.stdout is not None
+            forks.stdout.readline()
+            assert marked_alive(str(path))
+            assert take(run, 0, leave_s=0.1)[1]
+            assert marked_alive(str(path)) == []
+        finally:
+            for pid in marked_alive(str(path)):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("pid", [0, -17])
+def test_what_cannot_be_seen_is_not_killed_and_that_is_said(run, child, monkeypatch, caplog, pid):
+    one = child(lambda: keeper(run))
+    monkeypatch.setattr(recordlock, "holder", lambda *_: (2, pid))  # in another namespace; on another machine
+    assert take(run, 0, leave_s=0.1)[1]
+    assert not gone(one.pid)
+    assert "could not be killed, and may go on beside the training" in caplog.text
+
+
+def test_a_process_that_has_the_pid_of_a_keeper_by_now_is_left_alone(run, child, monkeypatch):
+    other = child(lambda: None)
+    held = iter([(2, other.pid)] * 2)  # to the two looks before the kill, and not to that before the signal
+    turn(run).close()
+    monkeypatch.setattr(recordlock, "holder", lambda *_: next(held, None))
+    assert take(run, 0, leave_s=-1.0)[1]
+    assert next(held, None) is None
+    assert not gone(other.pid)

@@ -11,18 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.agent.turn import DeviceTurn, take, turn_file
+from megatron.fill.folders import AGENTS
 from tests.support.children import Child
 from tests.support.waiting import until
 
 # What stands in for the agent: it says who it is, leaves an orphan in a session of its own, and does as told.
 AGENT = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 spec, warden, dead = sys.argv[1:]
 folder = Path(spec).parent
+if (folder / "saves").exists():
+    signal.signal(signal.SIGTERM, lambda *_: None)
 orphan = subprocess.Popen(["sh", "-c", "sleep 7531 & echo $!"], stdout=subprocess.PIPE, start_new_session=True)
 pid = int(orphan.stdout.readline())
-with (folder / "agents").open("a") as file:
+with (folder / "seen").open("a") as file:
     print(os.getpid(), warden, dead or "-", pid, os.nice(0), file=file)
 while not (folder / "over").exists():
     time.sleep(0.01)
@@ -42,13 +46,15 @@ warden.main(continue_s=0.2)
 """
 # ... and for the keeper: it says whether the rank has ended, what it was told, and in whose session it is.
 KEEPER = """
-import os, select, sys
+import os, select, sys, time
 from pathlib import Path
 spec, rank, dead = sys.argv[1:]
 ended = select.select([int(rank)], [], [], 0)[0]
 seen = Path(spec).with_name("keeper")
 seen.with_suffix(".new").write_text(f"{bool(ended)} {dead or '-'} {os.getsid(0) == os.getpid()}")
 seen.with_suffix(".new").rename(seen)
+while (seen.parent / "slow").exists():
+    time.sleep(0.01)
 """
 
 
@@ -65,7 +71,9 @@ class Guarded:
     def __init__(self, folder: Path, **spec: float) -> None:
         self.folder = folder
         path = folder / "spec0.json"
-        path.write_text(json.dumps({"rank": 0, "parent": os.getpid(), "gate_fd": 0} | spec))
+        settings = {"rank": 0, "parent": os.getpid(), "gate_fd": 0, "run_dir": str(folder), "place": 0}
+        (folder / AGENTS).mkdir(exist_ok=True)
+        path.write_text(json.dumps(settings | spec))
         program = WARDEN.format(agent=AGENT, keeper=KEEPER)
         self.warden = subprocess.Popen([sys.executable, "-c", program, str(path)])
 
@@ -74,7 +82,7 @@ class Guarded:
 
     @staticmethod
     def agents_in(folder: Path) -> list[list[str]]:
-        path = folder / "agents"
+        path = folder / "seen"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def agent(self, number: int) -> tuple[int, int, str, int]:
@@ -152,15 +160,91 @@ def test_none_follows_a_warden_that_was_ended_while_its_rank_goes_on(tmp_path):
     assert not (tmp_path / "keeper").exists()
 
 
-def test_one_follows_when_the_rank_is_killed(tmp_path):
+def killed_rank(folder: Path, **spec: float) -> None:
+    """Start a rank with a warden, and kill it when its agent runs."""
+
     def trains(out: int) -> None:
-        Guarded(tmp_path, between_s=1.0).warden.wait()
+        Guarded(folder, **spec).warden.wait()
 
     rank = Child(trains)
     try:
-        until((tmp_path / "agents").exists)
+        until((folder / "seen").exists)
     finally:
         rank.end()
+
+
+def test_one_follows_when_the_rank_is_killed(tmp_path):
+    killed_rank(tmp_path, between_s=1.0)
     until((tmp_path / "keeper").exists)
     agent = Guarded.agents_in(tmp_path)[0][0]
     assert (tmp_path / "keeper").read_text().split() == ["True", agent, "True"]
+
+
+def test_one_follows_a_rank_that_dies_before_an_agent_is_replaced(tmp_path):
+    def trains(out: int) -> None:
+        guarded = Guarded(tmp_path, between_s=1.0)
+        for number in range(4):
+            os.kill(guarded.agent(number)[0], signal.SIGKILL)
+        until(lambda: not alive(guarded.agent(3)[0]))
+        os.write(out, b"waits")  # 0.8 s, for the fifth
+
+    rank = Child(trains)
+    assert rank.read() == b"waits"
+    rank.end()
+    until((tmp_path / "keeper").exists)
+    assert len(Guarded.agents_in(tmp_path)) == 4
+
+
+def test_another_rank_waits_for_the_jobs_of_one_that_is_dead_and_for_their_keeper(tmp_path):
+    for name in ("saves", "slow"):
+        (tmp_path / name).touch()
+    killed_rank(tmp_path, between_s=1.0)
+    turn = DeviceTurn(turn_file(tmp_path, 0))
+    until(lambda: turn.server is not None)
+    warden = turn.server
+    (tmp_path / "over").touch()  # its jobs have ended
+    until((tmp_path / "keeper").exists)
+    assert turn.server == warden  # this one never takes its lock
+    (tmp_path / "slow").unlink()
+    until(lambda: turn.server is None)
+
+
+def test_no_keeper_follows_if_another_rank_has_come(tmp_path):
+    (tmp_path / "saves").touch()
+    killed_rank(tmp_path, between_s=1.0)
+    turn = DeviceTurn(turn_file(tmp_path, 0))
+    until(lambda: turn.server is not None)
+    turn.ask()
+    (tmp_path / "over").touch()
+    until(lambda: turn.server is None)
+    assert not (tmp_path / "keeper").exists()
+
+
+def test_jobs_that_are_not_saved_in_time_are_killed_for_another_rank(tmp_path):
+    (tmp_path / "saves").touch()
+    killed_rank(tmp_path, between_s=1.0)
+    turn = DeviceTurn(turn_file(tmp_path, 0))
+    until(lambda: turn.server is not None)
+    turn.close()
+    assert take(tmp_path, 0, leave_s=0.2)[1]
+    agent, warden, _, orphan, _ = Guarded.agents_in(tmp_path)[0]
+    assert not any(alive(int(pid)) for pid in (agent, warden, orphan))
+
+
+def test_nobody_waits_for_the_jobs_of_a_rank_that_lives(tmp_path):
+    guarded = Guarded(tmp_path, between_s=1.0)
+    (tmp_path / "saves").touch()
+    guarded.agent(0)
+    turn = DeviceTurn(turn_file(tmp_path, 0))
+    assert turn.server is None
+    guarded.warden.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        guarded.warden.wait(0.5)
+    assert turn.server is None
+    (tmp_path / "over").touch()
+    assert guarded.warden.wait(15) == 0
+
+
+def test_without_the_flag_no_lock_is_made(guarded):
+    guarded.agent(0)
+    assert not list((guarded.folder / AGENTS).iterdir())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from megatron.fill.agent.turn import DeviceTurn, turn_file
 from megatron.fill.app.handover import check_between, take_turn
 from megatron.fill.app.launch import launch
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import AGENTS
+from tests.support.children import Child
 
 BETWEEN = FillSettings(between=60.0, report="run")
 
@@ -26,6 +30,9 @@ def test_a_new_run_has_nobody_to_wait_for(tmp_path):
 def test_each_device_has_a_turn_of_its_own(tmp_path, monkeypatch):
     (tmp_path / AGENTS).mkdir()
     monkeypatch.setenv("LOCAL_RANK", "3")
+    assert take_turn(tmp_path) is None  # none of the starts before had the flag
+    assert not list((tmp_path / AGENTS).iterdir())
+    DeviceTurn(turn_file(tmp_path, 3), create=True).close()
     turn = take_turn(tmp_path)
     assert turn is not None
     assert turn.path.name.endswith("-3.lock")
@@ -48,7 +55,17 @@ def test_it_is_refused_where_srun_ends_what_a_rank_leaves(monkeypatch):
 
 def test_a_rank_takes_its_turn_before_the_script_imports_anything(tmp_path, monkeypatch):
     (tmp_path / AGENTS).mkdir()
+    DeviceTurn(turn_file(tmp_path, 0), create=True).close()
     monkeypatch.setattr("sys.argv", ["train.py", f"--fill-report={tmp_path}"])
-    seen = []
-    launch(lambda: seen.extend((tmp_path / AGENTS).glob("turn-*.lock")), patches=())
-    assert len(seen) == 1
+    seen: list[bytes] = []
+
+    def looks(out: int) -> None:
+        os.write(out, b"taken" if DeviceTurn(turn_file(tmp_path, 0)).wanted else b"free")
+
+    def main() -> None:
+        other = Child(looks)
+        seen.append(other.read())
+        other.end()
+
+    launch(main, patches=())
+    assert seen == [b"taken"]
