@@ -80,12 +80,12 @@ class DeviceTurn:
 
     @property
     def wanted(self) -> bool:
-        """True if a rank is there."""
+        """True if a rank has its lock."""
         return recordlock.holder(self._fd, _RANK, 1) is not None
 
     @property
     def kept(self) -> bool:
-        """True if a keeper is there."""
+        """True if a keeper has its lock."""
         return recordlock.holder(self._fd, _KEEPER, 1) is not None
 
     @property
@@ -109,8 +109,11 @@ def take(run_dir: Path, place: int, leave_s: float = LEAVE_S) -> tuple[DeviceTur
         The place's turn, None if nobody has ever served jobs there between two trainings; and True if anybody did now.
     """
     own = turn_file(run_dir, place)
+    paths: list[Path] = []
+    with _told(own.parent):
+        paths = _files(own)
     turns = []
-    for path in _files(own):
+    for path in paths:
         with _told(path):
             turn = DeviceTurn(path)
             turn.ask()
@@ -142,10 +145,9 @@ def _await_leave(turns: list[DeviceTurn], leave_s: float) -> bool:
         time.sleep(_LOOK_S)
     end_s = time.monotonic() + _DYING_S
     for turn in there:
-        logger.warning("the jobs between two trainings did not end within %g s; they are killed", leave_s)
         with _told(turn.path):
-            if not _end(turn, end_s):
-                logger.warning("they could not be killed, and may go on beside the training (%s)", turn.path)
+            how = "were killed" if _end(turn, end_s) else "cannot be killed: they may go on beside the training"
+            logger.warning("jobs between two trainings did not end within %g s, and %s (%s)", leave_s, how, turn.path)
     return found
 
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_seen_is_not_killed_and_that_is_said(run, child, monkeypa
     monkeypatch.setattr(recordlock, "holder", lambda *_: (2, pid))  # in another namespace; on another machine
     assert take(run, 0, leave_s=0.1)[1]
     assert not gone(one.pid)
-    assert "could not be killed, and may go on beside the training" in caplog.text
+    assert "cannot be killed: they may go on beside the training" in caplog.text
 
 
 def test_a_process_that_has_the_pid_of_a_keeper_by_now_is_left_alone(run, child, monkeypatch):

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.fill.agent.turn import DeviceTurn, take, turn_file
+from megatron.fill.agent.warden import Warden
 from megatron.fill.folders import AGENTS
 from tests.support.children import Child
 from tests.support.waiting import until
@@ -218,6 +220,38 @@ def test_no_keeper_follows_if_another_rank_has_come(tmp_path):
     (tmp_path / "over").touch()
     until(lambda: turn.server is None)
     assert not (tmp_path / "keeper").exists()
+
+
+def test_one_follows_a_rank_that_still_has_its_lock_while_it_dies(tmp_path, monkeypatch):
+    (tmp_path / AGENTS).mkdir()
+    turn_file(tmp_path, 0).touch()
+
+    def has_it(out: int) -> None:
+        turn, _ = take(tmp_path, 0)
+        os.write(out, b"held")
+        signal.pause()
+        del turn
+
+    rank = Child(has_it)  # no parent of this process: that is what one sees of a rank whose memory is being released
+    wakeup = signal.set_wakeup_fd(-1)
+    try:
+        assert os.read(rank.out, 4) == b"held"
+        spec = {"rank": 0, "parent": rank.pid, "between_s": 1.0, "run_dir": str(tmp_path), "place": 0}
+        (tmp_path / "spec0.json").write_text(json.dumps(spec))
+        started = []
+
+        def popen(command: list[str], **kwargs: object) -> SimpleNamespace:
+            started.append(command[2])
+            return SimpleNamespace(poll=lambda: 0)
+
+        monkeypatch.setattr("subprocess.Popen", popen)
+        warden = Warden(tmp_path / "spec0.json", 1.0)
+        warden.end(signal.SIGTERM, None)
+        warden.run()
+        assert started == ["megatron.fill.agent.keeper"]
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        rank.end()
 
 
 def test_jobs_that_are_not_saved_in_time_are_killed_for_another_rank(tmp_path):
