@@ -40,7 +40,7 @@ from megatron.fill.wings.configure.space import layouts
 from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
-from scripts.benchmarks.configure_gpu_memory import TRUTH, measure_gpu_memory
+from scripts.benchmarks.configure_gpu_memory import measure_gpu_memory
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time
 from scripts.benchmarks.configure_recipes import measure_recipes
 from scripts.benchmarks.harness import Results, arguments, opened
@@ -61,6 +61,7 @@ LARGE = (
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
 PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication")
+OF_OTHERS = ("gpu-memory", "gpu-time", "recipes")  # whose measurements are in a folder
 PLACES = {
     "gpu-memory": ("gpu_memory",),
     "gpu-time": ("gpu_time",),
@@ -169,22 +170,22 @@ def _shown(value: Any) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    every = (*PARTS, "gpu-memory", "gpu-time", "recipes")
+    every = (*PARTS, *OF_OTHERS)
     help_text = "which (default: without those of GPUs)"
     parser.add_argument("--parts", nargs="+", choices=every, default=list(PARTS), help=help_text)
     parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
-    parser.add_argument(
-        "--truth", metavar="FOLDER", type=Path, default=TRUTH, help="of gpu-... and recipes (%(default)s)"
-    )
+    parser.add_argument("--truth", metavar="FOLDER", type=Path, help="of gpu-... and recipes, which need it")
     parser.add_argument("--most-gpus", type=int, default=1024, help="of a training of recipes (default: 1024)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
     parser.add_argument(
         "--truths", metavar="FILE", type=Path, help="keep the truths here, and take those that are here"
     )
     options = parser.parse_args()
+    if options.truth is None and (needing := [part for part in options.parts if part in OF_OTHERS]):
+        parser.error(f"--parts {' '.join(needing)}: expected --truth FOLDER")
     results: Results = opened(parser, options.json)
     for part in options.parts:
         if part == "dedication":

@@ -26,7 +26,7 @@ _COMMON = (
 )
 _LATENT = (
     "--num-attention-heads 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
-    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-layer-freq ([0]*1+[1]*3) "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-layer-freq ([0]*1+[1]*3) --moe-grouped-gemm "
 )
 _MODELS = {
     "llama3-70b": "--hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 --ffn-hidden-size 28672 "

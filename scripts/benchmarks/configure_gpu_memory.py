@@ -8,6 +8,7 @@ all ranks.  Nothing was chosen with them in view but what Transformer Engine's f
 A measurement is *superseded* if it is 10% or more from the median of its recipe's: the flags do not tell the two apart.
 The platform may: those that no recipe of core_v0.19.0 runs on any more have what was measured with PyTorch 24.01, in
 whose container Transformer Engine has no deterministic flash attention for A100 (FlashAttention has it from 2.4.1 on).
+These are predicted with unfused attention; figures *as configured* have them as ``configure`` itself would.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 from scripts.benchmarks.configure_b200 import GPUS, published
 
-TRUTH = Path(__file__).resolve().parents[2].parent / "shared" / "truth"
 FUNCTIONAL = "megatron_functional_tests.csv"
 _PEAK = "mem_max_allocated_bytes_last_rank"
 _NODE = 8  # GPUs of a test, unless its layout needs more; half of them in recipes of one GB200 node
@@ -51,6 +51,7 @@ class Row:
         least_known: True if it has a flag with which peaks are known least; no interval is learned from it.
         refused: reason why it cannot be expressed, or "".
         predicted_bytes: 0 if it is refused.
+        configured_bytes: likewise; what ``configure`` itself says, which knows no platform's software.
         upper_bytes: likewise; that of unfused attention, which the interval ends with, where the flags leave it open.
     """
 
@@ -59,6 +60,7 @@ class Row:
     group: tuple[str, ...]
     measured_bytes: int
     predicted_bytes: int
+    configured_bytes: int
     upper_bytes: int
     least_known: bool
     refused: str
@@ -67,6 +69,11 @@ class Row:
     def error(self) -> float:
         """The prediction's relative error; below 0 if the GPU held more."""
         return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def error_as_configured(self) -> float:
+        """Likewise of what ``configure`` says."""
+        return self.configured_bytes / self.measured_bytes - 1
 
     @property
     def ratio(self) -> float:
@@ -89,23 +96,24 @@ def read_rows(folder: Path) -> list[Row]:
 
 def _row(line: dict[str, str]) -> Row:
     flags, gpus = laid_out_as(line)
-    predicted = upper = 0
+    predicted = configured = upper = 0
     refused = ""
     group: tuple[str, ...] = ("refused",)
     try:
         model, its = laid_out(flags, gpus)
-        if model.kernels.undecided and line["platform"].startswith(_FORMER):
-            model = unfused(model)
         capability = next((number for name, number in _CAPABILITY.items() if name in line["platform"]), 8)
         work = model.kernels.workspace_bytes(capability, bool(model.experts))
-        predicted = upper = memory(model, its)[-1].total_bytes + work
+        predicted = configured = upper = memory(model, its)[-1].total_bytes + work
         if model.kernels.undecided:
-            upper = max(predicted, memory(unfused(model), its)[-1].total_bytes + work)
+            kept = memory(unfused(model), its)[-1].total_bytes + work
+            upper = max(predicted, kept)
+            if line["platform"].startswith(_FORMER):
+                model, predicted, upper = unfused(model), kept, kept
         group = _group(model, its, line["recipe"])
     except ConfigError as error:
         refused = str(error)
     row = line["recipe"], line["platform"], group
-    return Row(*row, int(line[_PEAK]), predicted, upper, bool(least_known(flags)), refused)
+    return Row(*row, int(line[_PEAK]), predicted, configured, upper, bool(least_known(flags)), refused)
 
 
 def laid_out_as(line: dict[str, str]) -> tuple[list[str], int]:
@@ -162,9 +170,12 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
     return {
         "dense_mean": _mean(dense),
         "dense_worst": max((abs(row.error) for row in dense), default=None),
+        "dense_mean_as_configured": fmean(abs(row.error_as_configured) for row in dense) if dense else None,
+        "dense_worst_as_configured": max((abs(row.error_as_configured) for row in dense), default=None),
         "dense_mean_current": _mean(_of(current, "experts", False)),
         "dense_worst_current": max((abs(row.error) for row in _of(current, "experts", False)), default=None),
         "below_truth": fmean(row.error < -_BELOW for row in told),
+        "below_truth_as_configured": fmean(row.error_as_configured < -_BELOW for row in told),
         "experts_mean": _mean(experts),
         "context_mean": _mean([row for row in told if "cp1" not in row.group]),
         "expressible": len(told) / len(rows),

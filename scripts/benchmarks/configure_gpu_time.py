@@ -10,8 +10,9 @@ Of the folder it reads
   <https://github.com/MooreThreads/SimuMax>), whose models are in its ``configs/models``.  Of its figures only those of
   single kernels and collectives are learned from.
 
-Their table says nothing of recomputation; none is assumed.  A *choice* is a model, a batch and a number of GPUs in
-several layouts: is the one that is predicted to be the fastest within 3% of the fastest?
+vTrain's table says nothing of recomputation; none is assumed.  A *choice* is a model, a batch and a number of GPUs in
+several layouts: is the one that is predicted to be the fastest within 3% of the fastest?  A *pair* is that one and
+another that is predicted to take up to 10% longer: by how much is the ratio of their times off?
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _TIME = "iteration_time_median_s"
 _NODE = 8  # GPUs
 _GPUS = {"a100": ("a100-80gb", "dgx-a100"), "h100": ("h100-80gb", "dgx-h100")}  # by the platform's name
 _ONE_EFFICIENCY = 0.45  # the simulator's
-_CLOSE = 0.03
+_CLOSE, _PAIRED = 0.03, 0.1
 _FLAGS = {
     "--num-layers": "# layers",
     "--hidden-size": "hidden size",
@@ -139,7 +140,9 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
     ratios = [one.predicted_s() / one.measured_s - 1 for one in rows]
     with patch.multiple(latency, stage_cost=stage_cost, STEP_LAUNCHES=0):
         simulated = [one.predicted_s(efficiency=_ONE_EFFICIENCY) / one.measured_s - 1 for one in rows]
-    lost = _lost(rows)
+    choices = _choices(rows)
+    lost = [its[0][1] / min(measured for _, measured in its) - 1 for its in choices]
+    pairs = [error for its in choices for error in _pairs(its)]
     return {
         "rows": len(rows),
         "mean": fmean(map(abs, ratios)),
@@ -149,16 +152,28 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
         "choices": len(lost),
         "within_3_percent": fmean(its <= _CLOSE for its in lost) if lost else None,
         "lost_mean": fmean(lost) if lost else None,
+        "pairs": len(pairs),
+        "ratio_mean": fmean(map(abs, pairs)) if pairs else None,
     }
 
 
-def _lost(rows: Sequence[Timed]) -> list[float]:
-    """Return how much slower the layout that is predicted to be the fastest is than the fastest, for each choice."""
+def _choices(rows: Sequence[Timed]) -> list[list[tuple[float, float]]]:
+    """Return predicted and measured seconds of each choice's layouts, in the order of the predictions."""
     choices: dict[Hashable, dict[Parallel, list[Timed]]] = defaultdict(lambda: defaultdict(list))
     for one in rows:
         choices[one.choice][one.parallel].append(one)
-    lost = []
-    for layouts in (its for its in choices.values() if len(its) > 1):
-        found = [(fmean(r.predicted_s() for r in its), median(r.measured_s for r in its)) for its in layouts.values()]
-        lost.append(min(found)[1] / min(measured for _, measured in found) - 1)
-    return lost
+    return [
+        sorted((fmean(r.predicted_s() for r in its), median(r.measured_s for r in its)) for its in layouts.values())
+        for layouts in choices.values()
+        if len(layouts) > 1
+    ]
+
+
+def _pairs(choice: Sequence[tuple[float, float]]) -> list[float]:
+    """Return by how much the predicted ratio of each pair's times is off."""
+    (first, first_s), *others = choice
+    return [
+        predicted / first / (measured_s / first_s) - 1
+        for predicted, measured_s in others
+        if predicted <= (1 + _PAIRED) * first
+    ]

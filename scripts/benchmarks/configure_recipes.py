@@ -3,15 +3,16 @@
 Of the folder it reads ``performance-summary.md`` and ``performance-summary-archive.md`` (``docs/`` of
 <https://github.com/NVIDIA-NeMo/Megatron-Bridge>): layouts and measured throughput by model, system, precision, batch
 and number of GPUs.  Of equal trainings the newest counts.  The tables say nothing of flags: those of the performance
-recipes there are assumed, which overlap all exchanges that can be.  A training is *not expressible* if its model's
-attention, layers or optimizer are, or its precision, or if it is fully sharded.
+recipes there are assumed, which overlap all exchanges that can be.  What experts exchange is hidden only in layouts in
+which Megatron does that, so layouts are searched with and without the flag for it.  A training is *not expressible* if
+its model's attention, layers or optimizer are, or its precision, or if it is fully sharded.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,7 +47,8 @@ _ALL = (
     "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap "
 )
 _LLAMA = _ALL + "--group-query-attention --num-query-groups 8 --vocab-size 128256 "
-_EXPERTS = _ALL + "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --overlap-moe-expert-parallel-comm "
+_HIDDEN = "--overlap-moe-expert-parallel-comm"
+_EXPERTS = _ALL + "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-token-dispatcher-type alltoall "
 _QWEN = (
     _EXPERTS + "--group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --vocab-size 151936 "
     "--num-experts 128 --moe-router-topk 8 "
@@ -90,12 +92,14 @@ class Published:
     def name(self) -> str:
         return f"{self.model} on {self.gpus} {self.system.removeprefix('DGX-')}, {self.precision}, {self.batch}"
 
-    def training(self) -> Training:
-        """Raises ConfigError if it is not expressible."""
+    def trainings(self) -> list[Training]:
+        """Its flags, and with experts also those that hide their exchange; ConfigError if it is not expressible."""
         if self.sharded or self.model not in _MODELS or self.precision not in _PRECISIONS:
             raise ConfigError(f"{self.name}: expected a model and a precision that flags express, not fully sharded")
         flags = f"{_MODELS[self.model]} {_PRECISIONS[self.precision]} --seq-length {self.sequence} "
-        return read_flags((flags + f"--global-batch-size {self.batch}").split())
+        flags += f"--global-batch-size {self.batch}"
+        kinds = [flags, f"{flags} {_HIDDEN}"] if "--num-experts" in flags else [flags]
+        return [read_flags(kind.split()) for kind in kinds]
 
     def cluster(self) -> Cluster:
         gpu, network, node = _SYSTEMS[self.system]
@@ -164,15 +168,20 @@ def shape_of(its: Parallel) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the search says: the place and the rank of the published layout, and whether the first five fit."""
+    """What the search says: the place and the rank of the published layout, and the layout that is first."""
 
     published: Published
     place: int | None
     rank: int | None
     over_first: float | None
     error: float | None
-    fits: bool
     first: Proposal
+
+    def row(self) -> dict[str, Any]:
+        """Its figures, and layouts as in ``_SHAPE``; no measured time."""
+        shape, first = (" ".join(map(str, its)) for its in (self.published.shape, shape_of(self.first.parallel)))
+        figures = {name: getattr(self, name) for name in ("place", "rank", "over_first", "error")}
+        return {"shape": shape, "first": first, **figures}
 
 
 def find(one: Published, top: int = 12) -> Found:
@@ -181,12 +190,13 @@ def find(one: Published, top: int = 12) -> Found:
     Raises:
         ConfigError: it is not expressible.
     """
-    training, cluster = one.training(), one.cluster()
+    cluster = one.cluster()
     links = cluster.links(Path())
-    found = search(training, cluster, links, top).proposals
+    evaluators = [Evaluator(training, cluster, links) for training in one.trainings()]
+    found = _fastest(evaluators, top)
     times = [its.iteration_s for its in found]
     place = next((at for at, its in enumerate(found) if shape_of(its.parallel) == one.shape), None)
-    own = found[place].iteration_s if place is not None else _own_s(Evaluator(training, cluster, links), one)
+    own = found[place].iteration_s if place is not None else _own_s(evaluators, one)
     rank = None
     if own is not None:
         rank = ranks([its for its in times if its < own] + [own], MODEL_ERROR)[-1]
@@ -197,24 +207,46 @@ def find(one: Published, top: int = 12) -> Found:
         rank,
         None if own is None else own / times[0] - 1,
         None if own is None else own / one.measured_s - 1,
-        all(its.interval_bytes[1] <= cluster.room_bytes for its in found[:_FIRST]),
         found[0],
     )
 
 
-def _own_s(evaluator: Evaluator, one: Published) -> float | None:
+def _fastest(evaluators: Sequence[Evaluator], top: int) -> list[Proposal]:
+    """The fastest layouts of several trainings of one model, each as the faster of them has it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    best: dict[Parallel, Proposal] = {}
+    problem: ConfigError | None = None
+    for its in evaluators:
+        try:
+            found = search(its.training, its.cluster, its.links, top).proposals
+        except ConfigError as error:
+            problem = error
+            continue
+        for proposal in found:
+            other = best.setdefault(proposal.parallel, proposal)
+            best[proposal.parallel] = min(proposal, other, key=lambda one: one.iteration_s)
+    if problem is not None and not best:
+        raise problem
+    return sorted(best.values(), key=lambda one: one.iteration_s)[:top]
+
+
+def _own_s(evaluators: Sequence[Evaluator], one: Published) -> float | None:
     """Seconds of the published layout, with the least recomputation that fits; None if there is no such layout."""
-    training = evaluator.training
-    fixed = dict(training.fixed) | dict(zip(_SHAPE, one.shape, strict=True))
-    narrowed = Training(**{name: getattr(training, name) for name in training.__slots__} | {"fixed": fixed})
+    narrowed = []
+    for its in evaluators:
+        fixed = dict(its.training.fixed) | dict(zip(_SHAPE, one.shape, strict=True))
+        narrowed.append(Evaluator(replace(its.training, fixed=fixed), its.cluster, its.links))
     try:
-        return search(narrowed, evaluator.cluster, evaluator.links, 1).proposals[0].iteration_s
+        return _fastest(narrowed, 1)[0].iteration_s
     except ConfigError:
         return None
 
 
 def measure_recipes(folder: Path, most_gpus: int) -> dict[str, Any]:
-    """The figures of the trainings on so many GPUs at most; prints a line for each."""
+    """The figures of the trainings on so many GPUs at most, with a row for each, which it prints too."""
     rows = [one for one in read_published(folder) if one.gpus <= most_gpus]
     found: list[Found] = []
     for one in rows:
@@ -233,8 +265,7 @@ def _print(its: Found) -> None:
     recompute = "" if parallel.recompute is Recompute.NONE else f" {parallel.recompute.value}"
     print(
         f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.rank or '-':>4} {shown[0]} "
-        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB"
-        f"{'' if its.fits else ', TOO LARGE'}",
+        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB",
         flush=True,
     )
 
@@ -246,6 +277,6 @@ def _figures(rows: Sequence[Published], found: Sequence[Found]) -> dict[str, Any
         "expressible": len(found),
         "recipes_in_first_five": fmean((its.rank or _FIRST + 1) <= _FIRST for its in found) if found else None,
         "exactly_in_first_five": fmean((its.place or _FIRST + 1) <= _FIRST for its in found) if found else None,
-        "out_of_memory": sum(not its.fits for its in found),
         "time_mean": fmean(errors) if errors else None,
+        "rows": {its.published.name: its.row() for its in found},
     }

@@ -69,6 +69,7 @@ CASES = [
     ((SHARED, Parallel(pp=2, global_batch=2, recompute=Recompute.SELECTIVE, recompute_modules=("shared_experts",))), 0),
     ((LATENT, Parallel(pp=2, global_batch=2)), 0),
     ((LATENT, Parallel(pp=2, global_batch=2)), 1),
+    ((LATENT, Parallel(pp=2, global_batch=2, recompute=Recompute.FULL, recomputed=1)), 1),
     ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
 ]
 

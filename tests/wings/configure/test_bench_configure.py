@@ -12,7 +12,7 @@ from megatron.fill.wings.configure.flags import read_flags
 from scripts.benchmarks.bench_configure import LARGE, MODEL_FLAGS
 from scripts.benchmarks.configure_gpu_memory import b200_errors, measure_gpu_memory, read_rows
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time, read_small
-from scripts.benchmarks.configure_recipes import measure_recipes, read_published
+from scripts.benchmarks.configure_recipes import Published, measure_recipes, read_published
 from scripts.benchmarks.memory_figures import MODELS
 
 
@@ -79,6 +79,8 @@ def test_a_former_container_has_no_deterministic_flash_attention(tmp_path):
     flags = json.dumps(GPT | {"--deterministic-mode": "true"})
     peaks(tmp_path, [("gpt/a", name, 1, flags) for name in ("lts_dgxa100_dracooci-ord", "lts_dgx_a100")])
     former, current = read_rows(tmp_path)
+    assert former.configured_bytes == current.predicted_bytes == current.configured_bytes
+    assert former.error_as_configured < former.error
     assert former.predicted_bytes == former.upper_bytes == current.upper_bytes > current.predicted_bytes
 
 
@@ -128,6 +130,8 @@ def test_measured_times_are_compared_and_choices_between_layouts_judged(tmp_path
         "choices": 1,
         "within_3_percent": 1,
         "lost_mean": 0,
+        "pairs": 1,
+        "ratio_mean": pytest.approx(0),
     }
     write([1 / one for one in exact])
     assert measure_gpu_time(tmp_path)["small"]["within_3_percent"] == 0
@@ -164,5 +168,15 @@ def test_published_layouts_are_read_and_looked_for(tmp_path):
     newest = read_published(tmp_path)[0]
     assert (newest.shape, newest.precision, newest.tokens_s) == ((1, 1, 1, 1, 1, 2), "FP8", 30624)
     found = measure_recipes(tmp_path, most_gpus=8)
-    assert (found["published"], found["expressible"], found["out_of_memory"]) == (2, 1, 0)
+    assert (found["published"], found["expressible"]) == (2, 1)
     assert found["recipes_in_first_five"] == 1
+    row = found["rows"]["LLAMA3_8B on 8 B200, FP8, 128"]
+    assert row["shape"] == "1 1 1 1 1 2"
+    assert row["error"] == pytest.approx(found["time_mean"])
+
+
+def test_layouts_of_experts_are_those_that_hide_their_exchange_and_others():
+    one = Published("Qwen3_30B_a3B", "DGX-B200", "BF16", 8, 64, 4096, False, (1, 1, 1, 8, 1, 1), 1.0)
+    plain, hidden = one.trainings()
+    assert set(hidden.others) - set(plain.others) == {"--overlap-moe-expert-parallel-comm"}
+    assert not hidden.ignored or "--moe-grouped-gemm" not in hidden.ignored

@@ -26,6 +26,7 @@ FLAGS = (
     "--global-batch-size 32 --bf16 --tokenizer-type NullTokenizer"
 )
 CLUSTER: dict[str, Any] = {"nodes": 2, "gpus_per_node": 4, "gpu": "a100-80gb", "network": "dgx-a100"}
+OWN = {"name": "mine", "peak_flops": 1e12, "memory_bytes": 2**34, "memory_bandwidth": 1e12, "host_bytes_s": 1e10}
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,18 @@ def test_the_script_starts_the_best_one_in_its_order(folder):
     assert said.endswith(f"--fill-rank-order {folder}/go.order.json --more\n")
 
 
+def test_the_script_has_no_flag_with_which_megatron_would_not_start_the_layout(folder):
+    overlaps = "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap"
+    flags = f"{FLAGS} {overlaps} --pipeline-model-parallel-size 4 --tensor-model-parallel-size"
+    four = CLUSTER | {"nodes": 1}
+    run("--top", "1", "--launch", "one.sh", cluster=four, flags=f"{flags} 1")
+    run("--top", "1", "--launch", "two.sh", flags=f"{flags} 2")
+    one, two = ((folder / name).read_text() for name in ("one.sh", "two.sh"))
+    assert "--overlap-grad-reduce" in one
+    assert not {"--tp-comm-overlap", "--overlap-param-gather", "--use-distributed-optimizer"} & set(one.split())
+    assert {"--tp-comm-overlap", "--sequence-parallel"} <= set(two.split())
+
+
 def test_filling_can_change_what_is_best_and_cost_weighs_fewer_nodes(folder):
     run("--top", "3", "--objective", "combined", "--json", "a.json", flags=f"{FLAGS} --micro-batch-size 1")
     run(
@@ -136,6 +149,9 @@ def test_jobs_of_a_file_fill(folder):
         ({"measured": "net.json"}, "expected exactly one of network and measured"),
         ({"gpux": 1}, "unknown field gpux"),
         ({"gpu": ...}, "gpu is missing"),
+        ({"gpu": OWN | {"sustained": 0}}, r"c.yaml, line \d+: gpu: sustained is 0.0; expected more than 0"),
+        ({"gpu": OWN | {"flash_attention": -1}}, "gpu: flash_attention is -1.0; expected a share, not negative"),
+        ({"intra_node_share": 7}, "intra_node_share is 7: expected less than or equal to 1"),
     ],
 )
 def test_a_wrong_cluster_is_named(change, expected):

@@ -23,6 +23,7 @@ from megatron.fill.wings.configure.latency import bound_ns, iteration, timeline
 from megatron.fill.wings.configure.layout import lay_out
 from megatron.fill.wings.configure.links import Links, Route, all_reduce_s
 from megatron.fill.wings.configure.many import ManyOrders
+from megatron.fill.wings.configure.overlap import connections, startable
 from megatron.fill.wings.configure.passes import Both, Passes, Profile
 from megatron.fill.wings.configure.room import least_bytes, least_known, margins, memory
 from megatron.fill.wings.configure.search import Evaluator, search
@@ -139,7 +140,89 @@ def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():
     assert {its.ep for its in layouts(read_flags(flags.split()), 8, 4, Counter())} == {1, 2, 4, 8}
 
 
+HIDDEN = (
+    "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
+    "--overlap-moe-expert-parallel-comm"
+)
+
+
+def test_layouts_in_which_megatron_does_not_hide_what_experts_exchange_are_left_out():
+    """As ``TransformerConfig`` has it; and what is proposed computes no whole layers again."""
+    excluded: Counter[str] = Counter()
+    training, its = read_flags(f"{FLAGS} {HIDDEN}".split()), cluster(2, 4)
+    found = list(layouts(training, 8, 4, excluded))
+    assert {(one.ep > 1, one.pp == 1 or one.chunks > 1) for one in found} == {(True, True)}
+    assert sum("--overlap-moe-expert-parallel-comm" in reason for reason in excluded) == 2
+    assert Evaluator(training, its, links(its)).kinds == (Recompute.NONE, Recompute.SELECTIVE)
+    inner = read_flags(f"{FLAGS} {HIDDEN} --recompute-modules moe".split())
+    assert Evaluator(inner, its, links(its)).kinds == (Recompute.NONE,)
+    assert Evaluator(read_flags(FLAGS.split()), its, links(its)).kinds == tuple(Recompute)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--recompute-granularity full --recompute-method uniform", "neither whole layers nor moe are recomputed"),
+        ("--recompute-granularity selective --recompute-modules moe", "neither whole layers nor moe are recomputed"),
+        ("--expert-model-parallel-size 1", "--expert-model-parallel-size is above 1"),
+        ("--mtp-num-layers 2", "--mtp-num-layers is at most 1"),
+        ("--num-virtual-stages-per-pipeline-rank 1 --pipeline-model-parallel-size 2", "have virtual stages"),
+    ],
+)
+def test_flags_with_which_experts_exchange_is_never_hidden_are_named(more, expected):
+    training, its = read_flags(f"{FLAGS} {HIDDEN} {more}".split()), cluster(2, 4)
+    with pytest.raises(ConfigError, match=expected):
+        search(training, its, links(its))
+
+
+def test_8_bit_weights_come_with_the_distributed_optimizer():
+    flags = f"{FLAGS} --fp8-format hybrid --fp8-param-gather --pipeline-model-parallel-size 4"
+    assert all(one.distributed_optimizer for one in layouts(read_flags(flags.split()), 4, 4, Counter()))
+
+
+def test_flags_are_left_out_where_a_layout_exchanges_nothing_that_they_overlap():
+    at_step = "--overlap-param-gather-with-optimizer-step"
+    flags = ["--bf16", "--tp-comm-overlap", "--overlap-grad-reduce", "--overlap-param-gather", at_step]
+    one = Parallel(pp=2, global_batch=2)
+    assert startable(flags, one) == ["--bf16", "--overlap-grad-reduce"]
+    assert startable(flags, replace(one, tp=2, sequence_parallel=True)) == flags[:3]
+    assert startable(flags, replace(one, dp=2, distributed_optimizer=True)) == [flags[0], *flags[2:4]]
+    every = replace(one, tp=2, dp=2, chunks=2, sequence_parallel=True, distributed_optimizer=True)
+    assert startable(flags, every) == flags
+
+
+def test_the_queues_of_a_gpu_are_one_but_where_only_experts_exchange_is_hidden():
+    """Megatron wants 1 for tensor and context parallelism up to Hopper, and takes 32 beside them too."""
+    hidden, one = ["--overlap-moe-expert-parallel-comm"], Parallel(pp=1, dp=2, ep=2, global_batch=2)
+    wide = replace(one, tp=2, sequence_parallel=True)
+    assert [connections(flags, one)[-1][-4:] for flags in ([], hidden)] == [":-1}", "-32}"]
+    for its in (wide, replace(one, cp=2)):
+        note, line = connections(hidden, its)
+        assert note.startswith("# ")
+        assert line.endswith(":-1}")
+        assert connections([], its) == [line]
+
+
 # Latency
+
+
+def test_what_experts_exchange_is_hidden_only_where_megatron_does_not_refuse_it():
+    wide = replace(SMALL, hidden=4096, heads=32, sequence=2048, experts=8, swiglu=True)
+    model = replace(wide, kernels=Kernels(overlaps=Overlaps(experts=True)))
+    its = Parallel(pp=1, dp=4, ep=4, global_batch=16)
+    layout = lay_out(Links.uniform(NETWORKS["dgx-a100"], 1), its, range(4))
+    full = replace(its, recompute=Recompute.FULL)
+    inner = replace(its, recompute=Recompute.SELECTIVE, recompute_modules=("moe",))
+    some = replace(inner, recompute_modules=("core_attn",))
+    for one, hides in ((its, True), (some, True), (full, False), (inner, False)):
+        ns = [iteration(each, A100, 0.45, one, layout).costs.stages[0].forward_ns for each in (model, wide)]
+        assert (ns[0] < ns[1]) is hides
+        assert hides or ns[0] == ns[1]
+
+
+def test_a_network_of_ones_own_may_be_taken_as_it_is():
+    given, own = (links(cluster(**changes)).bytes_per_s[0][1] for changes in ({}, {"intra_node_share": 1}))
+    assert given == pytest.approx(0.7 * own) == pytest.approx(0.7 * NETWORKS["dgx-a100"].intra_node_bytes_s)
 
 
 def test_what_flags_let_overlap_is_hidden_but_for_a_part():
@@ -330,6 +413,8 @@ def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
 def test_flags_are_neutral_or_named_as_not_weighed():
     neutral = "--lr 1e-3 --save x --data-path a b --attention-backend flash --tensorboard-dir t --fill-jobs jobs.yaml"
     assert read_flags([*FLAGS.split(), *neutral.split()]).ignored == ()
+    counted = "--no-gradient-accumulation-fusion --moe-grouped-gemm"
+    assert read_flags([*FLAGS.split(), *counted.split()]).ignored == ()
     given = "--expert-tensor-parallel-size 1 --use-precision-aware-optimizer"
     found = read_flags([*FLAGS.split(), *given.split(), "--use-precision-aware-optimizer"])
     assert found.ignored == ("--expert-tensor-parallel-size", "--use-precision-aware-optimizer")

@@ -225,3 +225,16 @@ def test_the_first_layers_of_each_virtual_stage_are_computed_again_if_flags_say_
     steps = {more.backward_ns - less.backward_ns for less, more in pairwise(times)}
     assert max(steps) - min(steps) <= 1  # as much for each layer
     assert layout_flags(some[3][1])[-4:] == ["--recompute-method", "block", "--recompute-num-layers", "3"]
+
+
+def test_layers_that_predict_later_tokens_are_not_computed_again_by_blocks():
+    """As without recomputation, whichever layers of the stage are."""
+    model = replace(GPT, predicted=1)
+    none = Parallel(pp=2, global_batch=2)
+    every = replace(none, recompute=Recompute.FULL)
+    block = replace(every, recomputed=4)  # all layers of a stage
+    kept = [passes(micro_batch(model, its), its, its.layers(model), 1)[0].kept_bytes for its in (none, every, block)]
+    later = [micro_batch(model, its).later.kept_bytes for its in (none, every)]
+    assert kept[2] - kept[1] == later[0] - later[1] > 0
+    without = [memory(replace(GPT, predicted=0), its)[1] for its in (every, block)]
+    assert without[0] == without[1]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.fill.wings.mainjob import analytic
 from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.kernels import Kernels
 from megatron.fill.wings.mainjob.model import ModelSpec
@@ -71,6 +72,40 @@ def test_recomputation_adds_the_forward_passes_of_what_it_names():
     assert cost(shared, named).backward_ns == pytest.approx(cost(shared).backward_ns + 4e9 * again)
 
 
+@pytest.mark.parametrize("kind", [stage_cost, analytic.stage_cost])
+def test_blocks_of_recomputation_begin_with_layers_without_experts_and_end_before_later_tokens(kind):
+    """Of three layers that are computed again, two have no experts here, so one of four with experts is."""
+
+    def backward_ns(its, layers, is_last=False, before=0, model=LARGE):
+        return kind(model, A100, its, 0.5, layers, is_last, 1e-3, 1e-3, before).backward_ns
+
+    block = replace(ITS, recompute=Recompute.FULL, recomputed=3)
+    forward_ns = kind(LARGE, A100, ITS, 0.5, 4, False, 1e-3, 1e-3).forward_ns / 4
+    plain = backward_ns(ITS, 4)
+    assert backward_ns(block, 4) - plain == pytest.approx(3 * forward_ns)
+    assert backward_ns(block, 4, before=2) - plain == pytest.approx(forward_ns)
+    assert backward_ns(block, 4, before=3) == plain
+    later = replace(LARGE, predicted=1)
+    uniform = replace(ITS, recompute=Recompute.FULL)
+    plain = backward_ns(ITS, 4, True, model=later)
+    assert backward_ns(block, 4, True, model=later) - plain == pytest.approx(3 * forward_ns)
+    assert backward_ns(uniform, 4, True, model=later) - plain == pytest.approx(5 * forward_ns)
+    assert backward_ns(uniform, 0, True, model=later) - backward_ns(ITS, 0, True, model=later) == pytest.approx(
+        forward_ns
+    )
+
+
+def test_products_of_experts_are_slower_at_once_but_launched_together():
+    model = replace(LARGE, experts=8, experts_per_token=2)
+    at_once = replace(model, kernels=Kernels(grouped=True))
+    apart, together = (layer_parts(its, A100, ITS, 0.5)["moe"].forward_s for its in (model, at_once))
+    assert apart < together < 2 * apart
+    assert launches(model, ITS)[0] - launches(at_once, ITS)[0] == 3 * 7
+    alone = replace(ITS, dp=8, ep=8, global_batch=16)
+    assert layer_parts(model, A100, alone, 0.5) == layer_parts(at_once, A100, alone, 0.5)
+    assert launches(model, alone) == launches(at_once, alone)
+
+
 def test_the_last_stage_has_the_output_layer_and_parallelism_divides_it():
     inner, last = cost(), cost(is_last=True)
     output_ns = 1e9 * LARGE.output_flops(2) / (0.5 * A100.peak_flops)
@@ -79,7 +114,7 @@ def test_the_last_stage_has_the_output_layer_and_parallelism_divides_it():
     assert cost(replace(LARGE, vocabulary=0), is_last=True) == cost(replace(LARGE, vocabulary=0))
     halved = cost(its=replace(ITS, tp=2, sequence_parallel=True), is_last=True)
     assert 0.49 < halved.forward_ns / last.forward_ns < 0.55
-    experts = replace(LARGE, experts=8, experts_per_token=2)
+    experts = replace(LARGE, experts=8, experts_per_token=2, kernels=Kernels(grouped=True))
     alone = layer_parts(experts, A100, replace(ITS, dp=8, ep=8, global_batch=16), 0.5)["moe"].forward_s
     grouped = layer_parts(experts, A100, replace(ITS, dp=2, ep=2, global_batch=4), 0.5)["moe"].forward_s
     dense = layer_parts(LARGE, A100, ITS, 0.5)["mlp"].forward_s

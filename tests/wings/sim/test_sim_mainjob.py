@@ -79,11 +79,17 @@ def test_a_ring_all_reduce_sends_twice_the_data_less_a_share():
     assert Network("fat", 1.0, 1e9).bandwidth(True, 1) == 1.0
 
 
-@pytest.mark.parametrize("field", ["peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s"])
+@pytest.mark.parametrize("field", ["peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s", "sustained"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_an_impossible_gpu_is_refused_by_field(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         replace(A100, **{field: value})
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_flash_attention_is_a_share_or_none(value):
+    with pytest.raises(ValueError, match=f"flash_attention is {value}; expected a share, not negative"):
+        replace(A100, flash_attention=value)
 
 
 @pytest.mark.parametrize(("field", "value"), [("gpus_per_node", 0), ("inter_node_bytes_s", -1), ("latency_s", -1)])

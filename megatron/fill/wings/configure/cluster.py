@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,16 +18,14 @@ from megatron.fill.wings.configure.network import Network
 from megatron.fill.wings.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 
-# Of a data sheet's bandwidth between a node's GPUs; SimuMax measured 0.67 to 0.74 for collectives of eight B200
-# (configs/system/b200_bf16_ceperm.json).
-_REACHED = 0.7
-
 
 class Cluster(BaseModel):
     """Nodes that are all alike.
 
     Attributes:
         network: a network by its data sheet; or ``measured``: a file of ``pipefill network``, with a rank for each GPU.
+        intra_node_share: with ``network``, the share of its bandwidth inside a node that collectives reach.  SimuMax
+            measured 0.67 to 0.74 on eight B200 (configs/system/b200_bf16_ceperm.json); of other kinds it is assumed.
         nics_per_node: with ``measured``, number of a node's GPUs that send to other nodes at full speed at once.
         efficiency: the share of the GPU's peak that matrix products reach.
         memory_reserve: memory per GPU outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
@@ -40,6 +39,7 @@ class Cluster(BaseModel):
     memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
     network: Annotated[NodeNetwork, preset(NETWORKS)] | None = None
     measured: Path | None = None
+    intra_node_share: float = Field(default=0.7, gt=0, le=1)
     nics_per_node: int = Field(default=1, ge=1)
     price_per_gpu_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     efficiency: float = Field(default=0.52, gt=0, le=1)
@@ -71,8 +71,9 @@ class Cluster(BaseModel):
             ConfigError: that file cannot be used, or is of another cluster.
         """
         if self.network is not None:
-            fields = (self.network.name, _REACHED * self.network.intra_node_bytes_s, self.network.inter_node_bytes_s)
-            return Links.uniform(NodeNetwork(*fields, self.gpus_per_node, self.network.latency_s), self.nodes)
+            inside = self.intra_node_share * self.network.intra_node_bytes_s
+            there = replace(self.network, intra_node_bytes_s=inside, gpus_per_node=self.gpus_per_node)
+            return Links.uniform(there, self.nodes)
         assert self.measured is not None
         path = folder / self.measured
         links = Links.measured(Network.load(path), self.nics_per_node)

@@ -66,6 +66,7 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         deterministic=deterministic,
         fp8_weights="--fp8-param-gather" in flags,
         fp8=engine and _value(flags, "--fp8-format") is not None,
+        grouped="--moe-grouped-gemm" in flags,
         undecided=flash and deterministic and backend == "auto",
         overlaps=Overlaps(
             tensor=engine and "--tp-comm-overlap" in flags,

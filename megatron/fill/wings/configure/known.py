@@ -41,7 +41,8 @@ _NEUTRAL = re.compile(
     "bf16|fp16|grad-reduce-in-bf16|swiglu|untie-embeddings-and-output-weights|position-embedding-type|use-rotary-position-embeddings|"
     "transformer-impl|attention-backend|use-flash-attn|deterministic-mode|no-create-attention-mask-in-dataloader|"
     "defer-embedding-wgrad-compute|wgrad-deferral-limit|cross-entropy-loss-fusion|cross-entropy-fusion-impl|"
-    "no-masked-softmax-fusion|overlap-grad-reduce|overlap-param-gather|tp-comm-overlap|overlap-moe-expert-parallel-comm|"
+    "no-masked-softmax-fusion|no-gradient-accumulation-fusion|moe-grouped-gemm|"
+    "overlap-grad-reduce|overlap-param-gather|tp-comm-overlap|overlap-moe-expert-parallel-comm|"
     "bert-no-binary-head|max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
     "make-vocab-size-divisible-by|padded-vocab-size|norm-epsilon|rotary-.*|rope-.*|use-rope-scaling|init-method-.*|"
     # data and tokenizers

@@ -14,6 +14,7 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.wings.configure.layout import Layout, StageRoutes
 from megatron.fill.wings.configure.links import Route, all_reduce_s
+from megatron.fill.wings.configure.overlap import expert_problem
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.analytic import (
     ALL_REDUCES,
@@ -151,7 +152,7 @@ def stage_times(
         if key not in known and passes is not None:
             known[key] = passes.stage_cost(model, its, count, (at == 0, at == last), exchange)
         elif key not in known:
-            known[key] = stage_cost(model, gpu, its, efficiency, count - dense, at == last, *exchange)
+            known[key] = stage_cost(model, gpu, its, efficiency, count - dense, at == last, *exchange, dense)
             if dense:  # what their ranks exchange for experts counts as if they had some
                 bare = stage_cost(model.bare, gpu, its, efficiency, dense, False, *exchange)
                 known[key] = added(known[key], bare)
@@ -207,7 +208,7 @@ def _exchange_s(
     Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); in
     pieces, all but the first of them may be hidden by products.  Context parallelism passes keys and values round, and
     in the backward pass their gradients too, while it computes the attention to those before.  Experts are sent their
-    tokens, and send them back; with a second microbatch under way, which takes virtual stages, its passes hide it.
+    tokens, and send them back; with a second microbatch under way, its passes hide it (``expert_problem``).
 
     Args:
         parts: the layer's, or empty if they hide nothing; None to count no tensor parallelism and hide nothing, as
@@ -226,13 +227,14 @@ def _exchange_s(
     reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, gathered * size)
     if not parts:
         return reduce_s + experts_s, reduce_s + experts_s
+    tensor = overlaps.tensor and its.sequence_parallel
+    hidden = overlaps.experts and not expert_problem(model, its)
     found = []
     for ring_s, name in ((keys_s, "forward_s"), (2 * keys_s, "backward_s")):
         attention_s = getattr(parts["core_attn"], name)
         products_s = sum(getattr(part, name) for key, part in parts.items() if key != "moe_act") - attention_s
-        tensor_s = _exposed_s(reduce_s, products_s, 1 / its.tp) if overlaps.tensor else reduce_s
+        tensor_s = _exposed_s(reduce_s, products_s, 1 / its.tp) if tensor else reduce_s
         context_s = _exposed_s(ring_s, attention_s * (its.cp - 1) / its.cp, 0.0)
-        hidden = overlaps.experts and (its.pp == 1 or its.chunks > 1)
         sent_s = _exposed_s(experts_s, products_s + attention_s, 1 / its.microbatches) if hidden else experts_s
         found.append(tensor_s + context_s + sent_s)
     return found[0], found[1]

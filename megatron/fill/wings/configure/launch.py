@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.fill.linux.files import write_text
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, layout_flags
+from megatron.fill.wings.configure.overlap import connections, startable
 from megatron.fill.wings.configure.search import Proposal
 
 
@@ -22,7 +23,7 @@ def write_launch(path: Path, training: Training, cluster: Cluster, proposal: Pro
         OSError: something cannot be written.
     """
     its = proposal.parallel
-    flags = [*training.others, *layout_flags(its, training.model.predicted)]
+    flags = [*startable(training.others, its), *layout_flags(its, training.model.predicted)]
     order_path = None
     if proposal.order != tuple(range(its.gpus)):
         order_path = path.with_suffix(".order.json").absolute()
@@ -33,7 +34,7 @@ def write_launch(path: Path, training: Training, cluster: Cluster, proposal: Pro
         "# On every node, with NODE_RANK, MASTER_ADDR and MASTER_PORT set; written by pipefill configure.",
         f"# Predicted: {proposal.iteration_s:.4g} s an iteration, {proposal.bubble_share:.1%} bubbles.",
         "set -euo pipefail",
-        "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}",
+        *connections(training.others, its),
         f"exec torchrun --nnodes {its.gpus // cluster.gpus_per_node} --nproc-per-node {cluster.gpus_per_node} \\",
         '    --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" \\',
         '    --master-port "${MASTER_PORT:-29500}" "${SCRIPT:-pretrain_gpt.py}" \\',

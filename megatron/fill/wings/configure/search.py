@@ -22,13 +22,14 @@ from megatron.fill.wings.configure.flags import Training
 from megatron.fill.wings.configure.latency import Iteration, bound_ns, iteration, timeline
 from megatron.fill.wings.configure.layout import Layout, lay_out
 from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.configure.overlap import recomputations
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.configure.room import Margins, least_bytes, margins, memory
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.memory import StageMemory
 from megatron.fill.wings.mainjob.model import ModelSpec
-from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.mainjob.parallel import Parallel
 
 _MEMORY = "memory"
 
@@ -105,6 +106,9 @@ class Evaluator:
     Args:
         passes: measured passes; None for the analytic model.
         correction: learned correction of their memory; None for the accounting alone.
+
+    Attributes:
+        kinds: recomputation that a configuration may have, the least first.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class Evaluator:
         self.margins = margins(training.model, correction is not None, training.others)
         self._layouts: dict[tuple[int | None, ...], Layout] = {}
         self._models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
+        self.kinds = recomputations(self._models[1], training.fixed)
 
     def _model(self, tp: int) -> ModelSpec:
         """The model on the cluster's GPUs, which may be too old for the attention that flags choose."""
@@ -179,8 +184,7 @@ class Evaluator:
             if self.passes is not None and its.tp not in self.passes.tensors:
                 excluded[f"--profile has no run with --tensor-model-parallel-size {its.tp}"] += 1
                 continue
-            kinds = [its.recompute] if "recompute" in self.training.fixed else list(Recompute)
-            for kind in kinds:
+            for kind in self.kinds:
                 one = its if kind is its.recompute else replace(its, recompute=kind)
                 if self.fits(self.least_bytes(one)):
                     yield one
@@ -230,11 +234,8 @@ def search(
 
 def _with_recompute(evaluator: Evaluator, times: Iteration, excluded: Counter[str]) -> Iterator[Proposal]:
     """The configuration; where only its bound fits, the one with more recomputation that does."""
-    kinds = list(Recompute)
-    its = times.parallel
+    its, kinds = times.parallel, evaluator.kinds
     for kind in kinds[kinds.index(its.recompute) :]:
-        if kind is not its.recompute and "recompute" in evaluator.training.fixed:
-            return
         one = times if kind is its.recompute else evaluator.iteration(replace(its, recompute=kind))
         found = evaluator.proposal(one)
         if found is not None:
@@ -250,9 +251,7 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
     if excluded[_MEMORY]:
         others: Counter[str] = Counter()
         least = min(
-            evaluator.least_bytes(
-                its if "recompute" in evaluator.training.fixed else replace(its, recompute=Recompute.FULL)
-            )
+            evaluator.least_bytes(replace(its, recompute=evaluator.kinds[-1]))
             for its in layouts(evaluator.training, gpus, cluster.gpus_per_node, others)
         )
         return (

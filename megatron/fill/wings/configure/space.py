@@ -5,7 +5,8 @@ Three choices are made here and not searched, because they never cost time or me
 * *Sequence parallelism* wherever tensor parallelism divides the sequence: its scatter and gather take as long as the
   all-reduce, what passes between stages is smaller, and activations are divided that were whole.
 * *The distributed optimizer* wherever there are replicas: a reduce-scatter of gradients and an all-gather of weights,
-  which are no larger than gradients, take no longer than an all-reduce, and each replica steps its part only.
+  which are no larger than gradients, take no longer than an all-reduce, and each replica steps its part only.  And
+  wherever it is asked for, or weights are 8-bit numbers, which Megatron has with it alone.
 * *Recomputation* only where a layout does not fit without it: it adds to backward passes and takes nothing away.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from megatron.fill.wings.configure.details import detailed
 from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.configure.overlap import expert_problem
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
@@ -63,13 +65,14 @@ def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter
 
 
 def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, excluded: Counter[str]) -> Iterator[Parallel]:
-    model, fixed = training.model, training.fixed
+    model, fixed = padded(training, tp), training.fixed
     embedding, loss = (name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
     layers = model.layers + embedding + loss
     given = fixed.get("stage_layers")
     ends = {} if embedding or loss or given else _uneven(layers, pp)
     divided = pp == 1 or given or embedding or loss or {"first_layers", "last_layers"} & fixed.keys()
-    last = 0.0 if divided else _last_layers(padded(training, tp))
+    last = 0.0 if divided else _last_layers(model)
+    distributed = dp * cp > 1 or model.kernels.fp8_weights or fixed.get("distributed_optimizer", False)
     holders = tp * dp * cp // fixed.get("expert_tp", tp)  # ranks that may have different experts, each of that width
     experts = [its for its in divisors(max(1, holders)) if model.experts % its == 0] if model.experts else [1]
     for microbatch, ep in product(
@@ -116,7 +119,7 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
                         recomputed=fixed.get("recomputed"),
                         recompute_modules=fixed.get("recompute_modules", ("core_attn",)),
                         precision=training.precision,
-                        distributed_optimizer=dp * cp > 1,
+                        distributed_optimizer=distributed,
                         expert_tp=fixed.get("expert_tp"),
                         group_size=fixed.get("group_size") if chunk > 1 else None,
                         embedding_is_layer=embedding,
@@ -126,6 +129,9 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
                     found.check(model)
                 except ValueError as error:
                     excluded[str(error)] += 1
+                    continue
+                if reason := expert_problem(model, found):
+                    excluded[reason] += 1
                     continue
                 yield found
 
@@ -150,12 +156,12 @@ def _balanced(layers: int, pp: int, chunks: int, last: float) -> tuple[int, ...]
     if layers % pp == 0 and even + last - max(own + last, each + (rest > 0)) < 0.5:
         return None
     # the first rank has the embedding, so those in the middle have a layer more
-    ranks = [each + (0 < rank <= rest) for rank in range(pp - 1)] if rest < pp - 1 else [each + 1] * (pp - 1)
+    ranks = [each + (0 < rank <= rest) for rank in range(pp - 1)]
     virtual: list[int] = []
     for chunk in range(chunks):
         # of each rank, early chunks have a layer more
         virtual += [count // chunks + (chunk < count % chunks) for count in (*ranks, own)]
-    return tuple(virtual) if sum(virtual) == layers else None
+    return tuple(virtual)
 
 
 def _grouped(microbatches: int, group_size: int, pp: int) -> bool:

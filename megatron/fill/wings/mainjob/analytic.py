@@ -52,7 +52,7 @@ class CostModel:
         """
         both_s = (ALL_REDUCES * self._tensor_all_reduce_s(),) * 2
         its = self.gpu, self.parallel, self.efficiency
-        own = stage_cost(self.model, *its, layers - dense, is_last, *both_s)
+        own = stage_cost(self.model, *its, layers - dense, is_last, *both_s, dense)
         return added(own, stage_cost(self.model.bare, *its, dense, False, *both_s)) if dense else own
 
     def _tensor_all_reduce_s(self) -> float:
@@ -121,6 +121,7 @@ def stage_cost(
     is_last: bool,
     forward_exchange_s: float,
     backward_exchange_s: float,
+    before: int = 0,
 ) -> StageCost:
     """Return the times of one microbatch's passes on a virtual stage.
 
@@ -131,9 +132,11 @@ def stage_cost(
         is_last: True if the stage has the output layer.
         forward_exchange_s: seconds of communication within a stage in the forward pass of one layer.
         backward_exchange_s: likewise in the backward pass, without recomputation.
+        before: number of layers of another kind that the stage has before these, and that are recomputed first.
     """
     rate = parallel.tp * parallel.cp * gpu.peak_flops * efficiency
     later = model.predicted if is_last else 0
+    again_layers = layers_again(parallel, before, layers, later)
     layers += later
     matrices = layers * model.matrix_flops(parallel.microbatch) / rate
     core = layers * model.attention_flops(parallel.microbatch) / rate
@@ -146,11 +149,22 @@ def stage_cost(
         if parallel.computes_again("moe" if model.experts else "mlp"):
             again += exchange / 2  # that of the attention is not exchanged again
     elif parallel.recompute is Recompute.FULL:
-        share = parallel.again(layers - later) / max(1, layers - later)
-        again = share * (matrices + core + exchange)
+        again = again_layers / max(1, layers) * (matrices + core + exchange)
     forward = matrices + core + output + exchange
     backward = 2 * (matrices + core + output) + layers * backward_exchange_s + again
     return cost_of(forward, backward, matrices + output)
+
+
+def layers_again(parallel: Parallel, before: int, layers: int, later: int) -> int:
+    """Return how many layers of a virtual stage, those that predict later tokens too, are computed again in full.
+
+    By blocks, none of the latter is (Megatron-core 0.19, ``transformer/multi_token_prediction.py``).
+
+    Args:
+        before: number of the stage's layers that come before these.
+    """
+    own = parallel.again(before + layers) - parallel.again(before)
+    return own + (parallel.again(later) if parallel.recomputed is None else 0)
 
 
 def again_flops(model: ModelSpec, parallel: Parallel) -> float:

@@ -36,8 +36,10 @@ class GpuKind:
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
-        for name in ("peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s"):
+        for name in ("peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s", "sustained"):
             _check_positive(name, getattr(self, name))
+        if not (isfinite(self.flash_attention) and self.flash_attention >= 0):
+            raise ValueError(f"flash_attention is {self.flash_attention}; expected a share, not negative")
 
 
 @dataclass(frozen=True, slots=True)

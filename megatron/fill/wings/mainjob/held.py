@@ -199,9 +199,10 @@ def _pass(
         before = (
             parts.passed if several and not first else 0.0
         )  # the previous microbatch is released only after the loss
+        later = (parts.plain or parts).later  # by blocks, none of them is computed again
         for _ in range(parts.predicted):
-            peak = max(peak, kept + parts.later.peak_bytes + parts.output + before)
-            kept += parts.later.kept_bytes
+            peak = max(peak, kept + later.peak_bytes + parts.output + before)
+            kept += later.kept_bytes
         peak = max(peak, kept + parts.output_peak + before)
         kept += parts.output
     # The gradient received from the next stage, and the one that the previous microbatch sent to the previous stage.

@@ -52,6 +52,7 @@ class Kernels:
         fp8: True if matrix products take 8-bit numbers: Transformer Engine keeps their inputs as such, and copies of
             the weights, which the passes of an iteration share (its ``module/base.py``).
         fp8_weights: True if weights are 8-bit numbers themselves, twice, with no others.
+        grouped: True if the products of all experts of a rank are made at once.
         undecided: True if Transformer Engine may take unfused attention instead, as its flash kernels are not all
             deterministic.
         overlaps: the exchanges that do not stop the kernels.
@@ -69,6 +70,7 @@ class Kernels:
     deterministic: bool = False
     fp8: bool = False
     fp8_weights: bool = False
+    grouped: bool = False
     undecided: bool = False
     overlaps: Overlaps = Overlaps()
 

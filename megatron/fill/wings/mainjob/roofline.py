@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.fill.pipeline.costs import StageCost
-from megatron.fill.wings.mainjob.analytic import cost_of
+from megatron.fill.wings.mainjob.analytic import cost_of, layers_again
 from megatron.fill.wings.mainjob.hardware import GpuKind
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -30,13 +30,15 @@ _LAYER_KERNELS = 16
 _TENSOR_KERNELS = 4  # exchange, and splitting or joining, after attention and MLP; as many in the backward pass
 _CONTEXT_KERNELS = 8
 _EXPERT_KERNELS = 16  # router, sorting, exchange
+_EACH_KERNELS = 3  # of an expert of its own: two products and what is between them
 _LATENT_KERNELS = 8  # two products and a norm more for each of both latents, and joining rotated channels to others
 _FP8_RATE = 2  # of 16-bit numbers', by the data sheets
 _LOSS_PASSES = 3  # over logits in single precision
 # Bytes moved more for each number that is made an 8-bit one and written twice: 4 if it is read for it, none if a norm
 # or an activation gives it, as with most inputs of products and one gradient of four; and 2 to find a scale first.
 _QUANTIZED = 3
-# SimuMax's measured products of several experts at once reach 0.302 of a B200's peak on average, others 0.488.
+# SimuMax's measured products of several experts at once (--moe-grouped-gemm) reach 0.302 of a B200's peak on average,
+# others 0.488.
 _GROUPED = 0.62
 
 
@@ -103,8 +105,10 @@ def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float
         return parts | {"mlp": _mlp(model, roof, tokens, model.ffn / its.tp)}
     local, width = model.experts / its.ep, its.expert_width
     rows = tokens * model.experts_per_token * width / its.tp / local
-    grouped = replace(roof, rate=roof.rate * (_GROUPED if local > 1 else 1.0))
-    # tokens are put in the order of their ranks, on these in that of their experts, and back in the same way
+    at_once = model.kernels.grouped and local > 1
+    grouped = replace(roof, rate=roof.rate * (_GROUPED if at_once else 1.0))
+    # Of each token, in and out: one is read and k are written in the order of their ranks, k and k in that of the
+    # experts on these; and back in the same way.  So it is 2 (1 + k) + 4 k.
     moved = roof.number * tokens / its.tp * model.hidden * (2 + 6 * model.experts_per_token)
     parts["moe"] = _mlp(model, grouped, rows, model.ffn / width).times(local) + roof.traffic(moved, moved)
     activation = local * roof.number * rows * model.ffn / width * (3 if model.swiglu else 2)
@@ -171,6 +175,8 @@ def launches(model: ModelSpec, its: Parallel) -> tuple[int, int]:
     """Return the number of kernels that a layer's forward and backward pass launch."""
     more = _CONTEXT_KERNELS * (its.cp > 1) + _EXPERT_KERNELS * (model.experts > 0)
     more += _LATENT_KERNELS * (model.latent is not None)
+    if model.experts and not model.kernels.grouped:  # one after the other
+        more += _EACH_KERNELS * (model.experts // its.ep - 1)
     tensor = _TENSOR_KERNELS * (its.tp > 1)
     return _LAYER_KERNELS + more + tensor, 2 * (_LAYER_KERNELS + more) + tensor
 
@@ -184,6 +190,7 @@ def stage_cost(
     is_last: bool,
     forward_exchange_s: float,
     backward_exchange_s: float,
+    before: int = 0,
 ) -> StageCost:
     """Return the times of one microbatch's passes on a virtual stage; arguments as ``analytic.stage_cost`` has them."""
     parts = layer_parts(model, gpu, its, efficiency)
@@ -191,20 +198,20 @@ def stage_cost(
     forward_kernels, backward_kernels = launches(model, its)
     forward = max(whole.forward_s + forward_exchange_s, forward_kernels * LAUNCH_S)
     backward = max(whole.backward_s + backward_exchange_s, backward_kernels * LAUNCH_S)
-    if its.recompute is Recompute.FULL:
-        backward += forward * its.again(layers) / max(1, layers)
-    elif its.recompute is Recompute.SELECTIVE:
-        backward += _again_s(parts, its, forward_exchange_s)
+    later = model.predicted if is_last else 0
+    again_s = layers_again(its, before, layers, later) * forward
+    layers += later
+    if its.recompute is Recompute.SELECTIVE:
+        again_s = layers * _again_s(parts, its, forward_exchange_s)
     ends = Part()
     if is_last:
-        ends = _output(model, gpu, its, efficiency).times(1 + model.predicted)
+        ends = _output(model, gpu, its, efficiency).times(1 + later)
         joined = _roofline(gpu, its, efficiency).product(
             its.microbatch * model.sequence / its.cp, model.hidden / its.tp, 2 * model.hidden
         )
-        ends += joined.times(model.predicted)
-        layers += model.predicted
+        ends += joined.times(later)
     weights_s = layers * (whole.forward_s - parts["core_attn"].forward_s) + ends.forward_s
-    return cost_of(layers * forward + ends.forward_s, layers * backward + ends.backward_s, weights_s)
+    return cost_of(layers * forward + ends.forward_s, layers * backward + again_s + ends.backward_s, weights_s)
 
 
 def _again_s(parts: dict[str, Part], its: Parallel, exchange_s: float) -> float:
