@@ -72,8 +72,10 @@ class LiveRank:
     Attributes:
         iteration: number of its last iteration.
         ended_ns: end of its last iteration, by the monotonic clock of its node.
+        seq: number of its last recorded bubble that a job could use; 0 for none.
         bubble_ns: duration of the bubbles of training iterations and saves, by kind.
         fillable_ns: duration of the bubbles, of evaluations too, while filling was on.
+        harvested_ns: time inside steps in recorded bubbles; jobs are recorded more often than bubbles.
         overruns: number of bubbles after which a step ran on.
         ended: number of attempts that ended, by state and cause.
         running: the attempts that run, as last recorded.
@@ -88,6 +90,7 @@ class LiveRank:
     iteration: int = 0
     iteration_ns: int = 0
     ended_ns: int = 0
+    seq: int = 0
     bubble_ns: Counter[str] = field(default_factory=Counter)
     fillable_ns: int = 0
     harvested_ns: int = 0
@@ -193,6 +196,7 @@ def _add(rank: LiveRank, content: dict[str, Any]) -> None:
         for kind, start, end, filling, forward_only, iteration, index, seq in zip(
             *(its[name] for name in names), strict=True
         ):
+            rank.seq = max(rank.seq, seq)
             if not forward_only:
                 rank.bubble_ns[kind] += end - start
                 if index >= 0 and (sample := rank.samples.of(iteration)) is not None:
@@ -247,19 +251,22 @@ class LiveSegment:
                 self._look_at_jobs(number, files.ended, rank)
                 running = files.running_attempts()
                 rank.running = [one for one in running if (one[0].directory, one[0].attempt) not in self._known]
+            ahead_ns = 0  # harvested in bubbles that the rank has not recorded yet
             for job, worker in rank.running:
                 key = number, job.directory, job.attempt
                 self._overruns(rank, key, [(use.seq, use.overrun_ns) for use in worker.uses])
                 uses = [(use.seq, use.harvested_ns) for use in worker.uses]
                 self._add_early(rank, _Used(key, uses, worker.harvested_ns, worker.older_uses))
                 rank.samples.use(job.name, uses)
+                ahead_ns += sum(harvested_ns for seq, harvested_ns in uses if seq > rank.seq)
             if rank.settling_seq >= 0:
                 for used in self._first.pop(number, []):
                     self._add_early(rank, used)
             early = [early_ns for (at, _, _), early_ns in self._early.items() if at == number]
             whole = [early_ns for early_ns in early if early_ns is not None]
             rank.early_ns = sum(whole) if len(whole) == len(early) else None
-            rank.harvested_ns = self._harvested[number] + sum(worker.harvested_ns for _, worker in rank.running)
+            running_ns = sum(worker.harvested_ns for _, worker in rank.running)
+            rank.harvested_ns = self._harvested[number] + running_ns - ahead_ns
             rank.steps = self._steps[number] + sum(worker.steps_done for _, worker in rank.running)
 
     def _look_at_jobs(self, number: int, paths: Sequence[Path], rank: LiveRank) -> None:

@@ -88,9 +88,9 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
     # for older bubbles (index -1) are of completed iterations.
     ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
     fillable = int(bubbles.duration[bubbles.filling].sum())
-    early = _harvested_in(bubbles.seq[bubbles.settling], workers)
+    apart = _harvested_apart(bubbles, workers)
     predicted = (bubbles.predicted > 0) & ~bubbles.outside
-    alone, share = _efficiency(fillable, workers, early) if known else (0.0, 0.0)
+    alone, share = _efficiency(fillable, workers, apart) if known else (0.0, 0.0)
     done: dict[str, JobWork] = {}
     for worker in workers:
         its_alone = (finite(worker.alone_work), worker.alone_ns)
@@ -109,7 +109,7 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
         evaluation=_by_kind(seen, bubbles.forward_only),
         fillable=fillable,
         settling=int(bubbles.duration[bubbles.settling].sum()),
-        harvested=sum(worker.harvested_ns for worker in workers) - sum(early),
+        harvested=sum(worker.harvested_ns for worker in workers) - sum(apart),
         outside={kind: _outside(bubbles, kind, workers) for kind in KINDS if kind not in PIPELINE_KINDS},
         time_use=time_use(bubbles, workers) if known else time_use_unknown(bubbles),
         alone=alone,
@@ -166,6 +166,23 @@ def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int
     ]
 
 
+def _harvested_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> list[int]:
+    """Return the ns that each worker harvested before jobs had settled, and after the last bubble that was recorded.
+
+    A rank that is killed loses the record of its last bubbles.
+    """
+    last = int(bubbles.seq.max(initial=0))
+    after = [
+        sum(
+            its
+            for seq, its in zip(column(worker.uses, "seq"), column(worker.uses, "harvested_ns"), strict=True)
+            if seq > last
+        )
+        for worker in workers
+    ]
+    return list(map(add, _harvested_in(bubbles.seq[bubbles.settling], workers), after))
+
+
 def _outside(bubbles: Bubbles, kind: BubbleKind, workers: Sequence[WorkerRecord]) -> tuple[int, int, int]:
     """Return the ns of the bubbles of a kind: all, the fillable ones, and those harvested."""
     its = bubbles.kind == KINDS.index(kind)
@@ -174,16 +191,16 @@ def _outside(bubbles: Bubbles, kind: BubbleKind, workers: Sequence[WorkerRecord]
     return int(bubbles.duration[its].sum()), int(bubbles.duration[fillable].sum()), harvested
 
 
-def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], early: Sequence[int]) -> tuple[float, float]:
+def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], apart: Sequence[int]) -> tuple[float, float]:
     """Return the ns that the work would have taken alone, and the fillable ns in which it was done.
 
     Their ratio is the fill efficiency: work per fillable second, relative to the same task's work per second with the
     device to itself.  Workers that ran one after the other on a rank share its fillable time in proportion to their
     harvest (equally, if none harvested anything).  A worker without a measurement alone is left out together with its
-    share.  Work is assumed to be spread evenly over a worker's harvest, of which ``early`` (ns) does not count.
+    share.  Work is assumed to be spread evenly over a worker's harvest, of which ``apart`` (ns) does not count.
     """
     alone = share = 0.0
-    counted = [worker.harvested_ns - less for worker, less in zip(workers, early, strict=True)]
+    counted = [worker.harvested_ns - less for worker, less in zip(workers, apart, strict=True)]
     harvested = sum(counted)
     for worker, its in zip(workers, counted, strict=True):
         if worker.alone_ns <= 0 or worker.alone_work <= 0:

@@ -97,6 +97,34 @@ def test_a_late_look_counts_no_harvest_whose_bubbles_it_leaves_out(tmp_path, ear
     assert live.harvest_ratio == pytest.approx(expected.harvest_ratio)
 
 
+def test_harvest_in_bubbles_that_are_not_recorded_does_not_count(tmp_path):
+    """Jobs are recorded more often than ranks, and a rank that is killed loses its last bubbles."""
+    ranks, workers, jobs = synthetic_run()
+    behind = [
+        replace(
+            record,
+            iterations=[one for one in record.iterations if one.iteration <= LAST // 2],
+            bubbles=[one for one in record.bubbles if one.iteration <= LAST // 2],
+        )
+        for record in ranks
+    ]
+    last = {record.info.rank: max(bubble.seq for bubble in record.bubbles) for record in behind}
+    fillable_ns = sum(one.end_ns - one.start_ns for record in behind for one in record.bubbles if one.filling)
+    harvested_ns = sum(use.harvested_ns for its in workers for use in its.uses if use.seq <= last[its.rank])
+    assert harvested_ns < sum(worker.harvested_ns for worker in workers)
+    assert report_of(behind, workers, jobs).total.harvest_ratio == pytest.approx(harvested_ns / fillable_ns)
+
+    segment, named = _segment(tmp_path), {job.name: replace(job, directory=job.name) for job in jobs}
+    for record in behind:
+        number = record.info.rank
+        write_rank(rank_file(segment.folder, number), record)
+        its = [(named[one.job], one) for one in workers if one.rank == number]
+        write_agent(segment.folder / f"agent{number}.running.jsonl", its)
+    live = LiveSegment(segment)
+    live.look()
+    assert live.harvest_ratio == pytest.approx(harvested_ns / fillable_ns)
+
+
 def test_a_second_look_adds_nothing_that_was_there(tmp_path):
     live = _written(tmp_path)
     live.look()
