@@ -170,7 +170,7 @@ def killed_rank(folder: Path, **spec: float) -> None:
 
     rank = Child(trains)
     try:
-        until((folder / "seen").exists)
+        until(lambda: Guarded.agents_in(folder))
     finally:
         rank.end()
 
