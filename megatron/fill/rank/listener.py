@@ -92,7 +92,7 @@ class RankListener:
         self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # durations of the latest iterations
         self._free_bytes: dict[int, int] = {}  # free memory in each bubble of this iteration
         self._least_bytes: dict[int, int] = {}  # least free memory in each bubble since the latest update of the board
-        self._known_bytes: dict[int, int] = {}  # the same when the board was last updated, also of bubbles before that
+        self._known_bytes: dict[int, int] = {}  # the same of the latest update in which each bubble was there
         self._shown_bytes = 0  # least free memory of any bubble on the board
         self._show_at = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
         self.iteration = 0
@@ -182,7 +182,7 @@ class RankListener:
             return
         self._show_at = self._iterations_seen + _SHOW_EVERY
         least_ns = self.predictor.rule.min_bubble_ns
-        self._known_bytes |= self._least_bytes  # iterations that are not watched, or end early, leave bubbles out
+        self._known_bytes |= self._least_bytes  # some bubbles are in half of the iterations only
         slots = [
             # A bubble that is not filled keeps its position, with a duration of 0.
             BubbleSlot(kind, duration_ns if duration_ns >= least_ns else 0, self._known_bytes.get(index, 0))
