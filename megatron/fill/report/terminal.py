@@ -36,13 +36,34 @@ _BRAKES = 5  # stops of one rank that are printed
 _JOBS, _SEGMENTS = 40, 10  # numbers of jobs and segments that are printed
 _RESULTS, _RESULT = 6, 40  # values printed of one job, and letters of each
 _NAMED = 6  # ranks named in a message
+_LEAST = 0.0005  # share of the whole from which on a use has a column: all of them are too wide for 80 columns
+_HEADINGS = {
+    TimeUse.STEPS: "in\nsteps",
+    TimeUse.WAKING: "wak-\ning",
+    TimeUse.RUNTIME: "run-\ntime",
+    TimeUse.MISSED: "missed",
+    TimeUse.HELD: "held",
+    TimeUse.LITTLE_TIME: "little\ntime",
+    TimeUse.PAST_PREDICTION: "past\nend",
+    TimeUse.LITTLE_MEMORY: "little\nmemory",
+    TimeUse.NO_JOB: "no\njob",
+    TimeUse.TOO_SHORT: "too\nshort",
+    TimeUse.NOT_PREDICTED: "not pre-\ndicted",
+    TimeUse.NOT_KNOWN: "not\nknown",
+}
+_ENDED = {
+    SegmentEnding.RUNNING: "goes on",
+    SegmentEnding.WELL: "ended by itself",
+    SegmentEnding.FAILED: "failed",
+    SegmentEnding.CUT: "was cut off",
+}
 
 
 def print_report(report: Report, console: Console) -> None:
     """Print the bubbles of each rank (of each stage, if there are many ranks), the jobs, and how well filling went."""
     console.print(_rank_table(report), "")
     if report.total.fillable_s:
-        console.print(use_table(report), "")
+        console.print(_use_table(report), "")
     print_account(report.account, console)
     print_timers(report.timers, console)
     if report.jobs:
@@ -53,7 +74,7 @@ def print_report(report: Report, console: Console) -> None:
             console.print(line, highlight=False, markup=False)
     lines = [
         *_segment_lines(report.segments),
-        *record_lines(report),
+        *_record_lines(report),
         *_settling_lines(report.total),
         *_outside_lines(report.total),
         *late_lines(report.late),
@@ -106,6 +127,25 @@ def _rank_cells(totals: Totals) -> list[str]:
         "-" if totals.harvested_s is None else _short(totals.harvested_s),
         "-" if totals.harvest_ratio is None else f"{totals.harvest_ratio:.3f}",
     ]
+
+
+def _use_table(report: Report) -> Table:
+    """Return a table of the uses of the bubble time with filling on, in percent."""
+    total = report.total.time_use_ns
+    least_ns = _LEAST * sum(total.values())
+    used = [use for use in TimeUse if use is TimeUse.STEPS or total[use] > least_ns]
+
+    def cells(totals: Totals) -> list[str]:
+        whole_ns = sum(totals.time_use_ns.values())
+        return [f"{totals.time_use_ns[use] / whole_ns:.1%}" if whole_ns else "-" for use in used]
+
+    table = new_table("Where the bubble time with filling on went")
+    first, rows = named_rows(report)
+    table.add_column(first, justify="right", no_wrap=True)
+    for use in used:
+        table.add_column(_HEADINGS[use], justify="right", no_wrap=True)
+    add_rows(table, rows, cells)
+    return table
 
 
 def _job_table(jobs: Sequence[JobReport]) -> Table:
@@ -175,12 +215,28 @@ def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
     ]
 
 
-_ENDED = {
-    SegmentEnding.RUNNING: "goes on",
-    SegmentEnding.WELL: "ended by itself",
-    SegmentEnding.FAILED: "failed",
-    SegmentEnding.CUT: "was cut off",
-}
+def _record_lines(report: Report) -> Iterator[str]:
+    """Yield a line for each loss by a full disk or a deleted folder, and for the harvests that are unknown for it."""
+    several = len(report.segments) > 1
+    for segment in report.segments:
+        of = f" of segment {segment.number}" if several else ""
+        if segment.lost_until is not None:
+            yield f"records{of}: deleted while it trained; what was before iteration {segment.lost_until + 1} is lost"
+        if segment.unwritten:
+            yield f"records{of}: the last ones of {_ranks(segment.unwritten)} could not be written; only this has them"
+        if segment.cut:
+            yield f"records{of}: of {_ranks(segment.cut)} there were more than memory could hold; the end is lost"
+    unknown = defaultdict(list)
+    for rank in report.ranks:
+        if rank.harvest_unknown:
+            unknown[rank.harvest_unknown].append(rank.rank)
+    for why, ranks in unknown.items():
+        yield f"harvest of {_ranks(ranks)} not known (-) and in no sum: {why}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
 
 
 def _slowdown(found: Slowdown, pairs: str) -> str:
@@ -227,6 +283,25 @@ def _outside_lines(total: Totals) -> list[str]:
         for kind, its in total.outside.items()
         if round(its.fillable_s, 1)  # else the line would say 0.0 s
     ]
+
+
+def cost_lines(cost: Cost) -> list[str]:
+    """Return lines with the training's time with and without filling, and the saving or the inputs missing for it."""
+    lines = []
+    if cost.with_s is not None:
+        without = "not known" if cost.without_s is None else f"{cost.without_s:,.2f} s"
+        lines.append(f"time of the training with filling: {cost.with_s:,.2f} s; the same without: {without}")
+    if cost.saving is None or cost.saving_ci95 is None or cost.prices is None:
+        return [*lines, f"cost saving: not known, for lack of {' and '.join(cost.lacking)}"]
+    low, high = cost.saving_ci95
+    prices = f"at {cost.prices.main:g} an hour for the training and {cost.prices.side:g} for a side device"
+    lines.append(f"cost saving: {cost.saving:+.2%} (95% interval {low:+.2%} to {high:+.2%}), {prices}")
+    side_s = sum(work.side_s or 0.0 for work in cost.work)
+    measured = sum(work.measured for work in cost.work)
+    stated = len(cost.work) - measured
+    of = [f"{stated} by the throughput in the jobs file"] if stated else []
+    of += [f"{measured} by the rate alone on this device"] if measured else []
+    return [*lines, f"  side work: {side_s:,.2f} s of a side device; of jobs: {', '.join(of) or 'none'}"]
 
 
 def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
@@ -300,83 +375,3 @@ def _distribution(times: Percentiles | None) -> str:
     if times is None:
         return "no step ran in a bubble"
     return f"p50 {times.p50:,.0f} us, p99 {times.p99:,.0f} us, max {times.max:,.0f} us ({times.count:,} bubbles)"
-
-
-def record_lines(report: Report) -> Iterator[str]:
-    """Yield a line for each loss by a full disk or a deleted folder, and for the harvests that are unknown for it."""
-    several = len(report.segments) > 1
-    for segment in report.segments:
-        of = f" of segment {segment.number}" if several else ""
-        if segment.lost_until is not None:
-            yield f"records{of}: deleted while it trained; what was before iteration {segment.lost_until + 1} is lost"
-        if segment.unwritten:
-            yield f"records{of}: the last ones of {_ranks(segment.unwritten)} could not be written; only this has them"
-        if segment.cut:
-            yield f"records{of}: of {_ranks(segment.cut)} there were more than memory could hold; the end is lost"
-    unknown = defaultdict(list)
-    for rank in report.ranks:
-        if rank.harvest_unknown:
-            unknown[rank.harvest_unknown].append(rank.rank)
-    for why, ranks in unknown.items():
-        yield f"harvest of {_ranks(ranks)} not known (-) and in no sum: {why}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
-
-
-_HEADINGS = {
-    TimeUse.STEPS: "in\nsteps",
-    TimeUse.WAKING: "wak-\ning",
-    TimeUse.RUNTIME: "run-\ntime",
-    TimeUse.MISSED: "missed",
-    TimeUse.HELD: "held",
-    TimeUse.LITTLE_TIME: "little\ntime",
-    TimeUse.PAST_PREDICTION: "past\nend",
-    TimeUse.LITTLE_MEMORY: "little\nmemory",
-    TimeUse.NO_JOB: "no\njob",
-    TimeUse.TOO_SHORT: "too\nshort",
-    TimeUse.NOT_PREDICTED: "not pre-\ndicted",
-    TimeUse.NOT_KNOWN: "not\nknown",
-}
-
-_LEAST = 0.0005  # share of the whole from which on a use has a column: all of them are too wide for 80 columns
-
-
-def use_table(report: Report) -> Table:
-    """Return a table of the uses of the bubble time with filling on, in percent."""
-    total = report.total.time_use_ns
-    least_ns = _LEAST * sum(total.values())
-    used = [use for use in TimeUse if use is TimeUse.STEPS or total[use] > least_ns]
-
-    def cells(totals: Totals) -> list[str]:
-        whole_ns = sum(totals.time_use_ns.values())
-        return [f"{totals.time_use_ns[use] / whole_ns:.1%}" if whole_ns else "-" for use in used]
-
-    table = new_table("Where the bubble time with filling on went")
-    first, rows = named_rows(report)
-    table.add_column(first, justify="right", no_wrap=True)
-    for use in used:
-        table.add_column(_HEADINGS[use], justify="right", no_wrap=True)
-    add_rows(table, rows, cells)
-    return table
-
-
-def cost_lines(cost: Cost) -> list[str]:
-    """Return lines with the training's time with and without filling, and the saving or the inputs missing for it."""
-    lines = []
-    if cost.with_s is not None:
-        without = "not known" if cost.without_s is None else f"{cost.without_s:,.2f} s"
-        lines.append(f"time of the training with filling: {cost.with_s:,.2f} s; the same without: {without}")
-    if cost.saving is None or cost.saving_ci95 is None or cost.prices is None:
-        return [*lines, f"cost saving: not known, for lack of {' and '.join(cost.lacking)}"]
-    low, high = cost.saving_ci95
-    prices = f"at {cost.prices.main:g} an hour for the training and {cost.prices.side:g} for a side device"
-    lines.append(f"cost saving: {cost.saving:+.2%} (95% interval {low:+.2%} to {high:+.2%}), {prices}")
-    side_s = sum(work.side_s or 0.0 for work in cost.work)
-    measured = sum(work.measured for work in cost.work)
-    stated = len(cost.work) - measured
-    of = [f"{stated} by the throughput in the jobs file"] if stated else []
-    of += [f"{measured} by the rate alone on this device"] if measured else []
-    return [*lines, f"  side work: {side_s:,.2f} s of a side device; of jobs: {', '.join(of) or 'none'}"]

@@ -36,6 +36,9 @@ _NAME_LENGTH = 26
 _TITLE = 105  # letters of a title in full size
 
 
+type Bar = tuple[float, float]  # start and width
+
+
 @dataclass(frozen=True, slots=True)
 class _Lanes:
     """The bars of one rank, in ms from the window's start."""
@@ -283,9 +286,6 @@ def _title(window: Window, summary: Summary | None, what: str) -> str:
         low, high = summary.slowdown.ci95
         parts.append(f"main job slowdown {summary.slowdown.mean:+.2%} [{low:+.2%}, {high:+.2%}]")
     return "   ·   ".join(parts)
-
-
-type Bar = tuple[float, float]  # start and width
 
 
 def subtract(bars: Iterable[Bar], taken: Iterable[Bar]) -> list[Bar]:
