@@ -143,9 +143,8 @@ class BubbleBus:
         self._open = False
         self._marked = False  # the open bubble is marked by hand
         self._saving = False
-        self._save_waits = 0  # in this save
-        self._group_waits = 0  # in this iteration
-        self._batches = 0  # in this iteration, or schedule of an evaluation
+        # Waits outside the pipeline so far: in this save, in this iteration, or in this schedule of an evaluation.
+        self._outside_waits = {BubbleKind.SAVE: 0, BubbleKind.GROUP: 0, BubbleKind.DATA: 0}
 
     # The patches call the methods below in the order of the events.
 
@@ -154,7 +153,7 @@ class BubbleBus:
             callback.on_iteration()
         self.account.settle()
         self._training = True
-        self._batches = self._group_waits = 0
+        self._outside_waits[BubbleKind.DATA] = self._outside_waits[BubbleKind.GROUP] = 0
         if self.listener is not None:
             self._guarded(self._start, self.listener, iteration)
 
@@ -180,7 +179,7 @@ class BubbleBus:
         self._index = self._forwards = self._backwards = 0
         self._passes = key.microbatches * key.chunks
         if not self._training:
-            self._batches = 0
+            self._outside_waits[BubbleKind.DATA] = 0
         else:
             key = replace(key, forward_only=False)
             for callback in self.callbacks:
@@ -254,7 +253,7 @@ class BubbleBus:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Save a checkpoint in the block."""
-        self._saving, self._save_waits = not self._training, 0
+        self._saving, self._outside_waits[BubbleKind.SAVE] = not self._training, 0
         try:
             yield
         finally:
@@ -262,28 +261,28 @@ class BubbleBus:
 
     def wait_in_save[T](self, call: Callable[[], T]) -> T:
         """Make a call that waits for other ranks, or for storage: in a save, in a bubble."""
-        if not self._saving or self.account.thread != get_ident():  # those of other threads are at no place of the save
-            return call()
-        self._save_waits += 1
-        return self._outside(BubbleKind.SAVE, self._save_waits - 1, call)
+        return self._outside(BubbleKind.SAVE, call) if self._saving else call()
 
     def wait_for_group[T](self, call: Callable[[], T]) -> T:
         """Make a call that waits in a group, such as the replicas: in a save, or between passes, in a bubble."""
-        if not self._training or self.in_pass.depth or self.account.thread != get_ident():
+        if not self._training or self.in_pass.depth:
             return self.wait_in_save(call)
-        self._group_waits += 1
-        return self._outside(BubbleKind.GROUP, self._group_waits - 1, call)
+        return self._outside(BubbleKind.GROUP, call)
 
     def wait_for_batch[T](self, call: Callable[[], T]) -> T:
         """Make a call that waits for the next batch: in an iteration or an evaluation's schedule, in a bubble."""
-        if not (self._training or self._in_cycle):
-            return call()
-        self._batches += 1
-        return self._outside(BubbleKind.DATA, self._batches - 1, call)
+        return self._outside(BubbleKind.DATA, call) if self._training or self._in_cycle else call()
 
-    def _outside[T](self, kind: BubbleKind, index: int, call: Callable[[], T]) -> T:
-        """Make a call in a bubble outside the pipeline, which is no part of the cycle."""
-        if self.account.thread != get_ident() or not self._begin(kind, index, None):
+    def _outside[T](self, kind: BubbleKind, call: Callable[[], T]) -> T:
+        """Make a call in a bubble outside the pipeline, at the next place of its kind; it is no part of the cycle.
+
+        What another thread waits for is no bubble of the rank, and has no place.
+        """
+        if self.account.thread != get_ident():
+            return call()
+        index = self._outside_waits[kind]
+        self._outside_waits[kind] = index + 1
+        if not self._begin(kind, index, None):
             return call()
         try:
             return call()
@@ -367,7 +366,7 @@ class BubbleBus:
 
     def forget(self) -> None:
         """Report nothing any more: in a forked child, whose bubbles are not the rank's."""
-        self.listener, self._saving = None, False
+        self.listener = None
 
     def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
         try:

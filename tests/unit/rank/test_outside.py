@@ -187,6 +187,18 @@ def test_what_another_thread_waits_for_while_the_rank_saves_has_no_place():
     assert heard.bubbles == [("save", 0), ("save", 1)]
 
 
+def test_what_another_thread_waits_for_in_an_iteration_has_no_place():
+    bus, heard = make()
+    bus.begin_iteration(1)
+    for wait in (bus.wait_for_batch, bus.wait_for_group):
+        wait(int)
+        other = Thread(target=wait, args=(int,))
+        other.start()
+        other.join()
+        wait(int)
+    assert heard.bubbles == [("data", 0), ("data", 1), ("group", 0), ("group", 1)]
+
+
 def test_a_wait_that_fails_ends_its_bubble():
     bus, heard = BubbleBus(), Heard()
     bus.listener = heard
