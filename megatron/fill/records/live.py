@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +54,10 @@ class _Used(NamedTuple):
     uses: list[tuple[int, int]]
     harvested_ns: int
     older_uses: int
+
+    def after_ns(self, seq: int) -> int:
+        """Return the ns harvested after the bubble with that number."""
+        return sum(harvested_ns for at, harvested_ns in self.uses if at > seq)
 
 
 class IterationTime(NamedTuple):
@@ -116,6 +120,11 @@ class LiveRank:
         """The number of the last bubble before jobs had settled; -1 for none."""
         its = (seq for iteration, (_, seq) in self.first_filled.items() if iteration <= self.settled_after)
         return max(its, default=-1)
+
+    @property
+    def settles(self) -> bool:
+        """True while it is not known which of the first bubbles were before jobs had settled."""
+        return self.settling_seq < 0 and len(self.first_filled) < _LONGEST_SETTLING
 
     @property
     def harvest(self) -> tuple[int, int]:
@@ -230,7 +239,8 @@ class LiveSegment:
         self._harvested: Counter[int] = Counter()  # ns of attempts that ended, by rank
         self._steps: Counter[int] = Counter()
         self._known: set[tuple[str, int]] = set()  # attempts that ended
-        self._first: dict[int, list[_Used]] = {}  # uses of attempts that ended before jobs had settled, by rank
+        # Attempts that ended, by rank, until it has recorded which of their uses count.
+        self._undecided: defaultdict[int, list[_Used]] = defaultdict(list)
         # The ns of each attempt before jobs had settled; None if they were no longer recorded at the first look.
         self._early: dict[tuple[int, str, int], int | None] = {}
         self.ranks: dict[int, LiveRank] = {}
@@ -251,17 +261,18 @@ class LiveSegment:
                 self._look_at_jobs(number, files.ended, rank)
                 running = files.running_attempts()
                 rank.running = [one for one in running if (one[0].directory, one[0].attempt) not in self._known]
-            ahead_ns = 0  # harvested in bubbles that the rank has not recorded yet
+            used = self._undecided[number].copy()
             for job, worker in rank.running:
                 key = number, job.directory, job.attempt
                 self._overruns(rank, key, [(use.seq, use.overrun_ns) for use in worker.uses])
                 uses = [(use.seq, use.harvested_ns) for use in worker.uses]
-                self._add_early(rank, _Used(key, uses, worker.harvested_ns, worker.older_uses))
+                used.append(_Used(key, uses, worker.harvested_ns, worker.older_uses))
                 rank.samples.use(job.name, uses)
-                ahead_ns += sum(harvested_ns for seq, harvested_ns in uses if seq > rank.seq)
-            if rank.settling_seq >= 0:
-                for used in self._first.pop(number, []):
-                    self._add_early(rank, used)
+            for one in used:
+                self._add_early(rank, one)
+            ahead_ns = sum(one.after_ns(rank.seq) for one in used)
+            if not rank.settles:
+                self._undecided[number] = [one for one in self._undecided[number] if one.after_ns(rank.seq)]
             early = [early_ns for (at, _, _), early_ns in self._early.items() if at == number]
             whole = [early_ns for early_ns in early if early_ns is not None]
             rank.early_ns = sum(whole) if len(whole) == len(early) else None
@@ -283,12 +294,8 @@ class LiveSegment:
                 key, its = (number, job["directory"], job["attempt"]), worker["uses"]
                 self._overruns(rank, key, zip(its["seq"], its["overrun_ns"], strict=True))
                 uses = list(zip(its["seq"], its["harvested_ns"], strict=True))
-                used = _Used(key, uses, worker["harvested_ns"], worker.get("older_uses", 0))
                 rank.samples.use(job["name"], uses)
-                if rank.settling_seq >= 0:
-                    self._add_early(rank, used)
-                elif len(rank.first_filled) < _LONGEST_SETTLING:
-                    self._first.setdefault(number, []).append(used)
+                self._undecided[number].append(_Used(key, uses, worker["harvested_ns"], worker.get("older_uses", 0)))
 
     def _add_early(self, rank: LiveRank, used: _Used) -> None:
         """Count what an attempt harvested before jobs had settled; what a look has seen may be in no later record."""

@@ -172,15 +172,8 @@ def _harvested_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> list[
     A rank that is killed loses the record of its last bubbles.
     """
     last = int(bubbles.seq.max(initial=0))
-    after = [
-        sum(
-            its
-            for seq, its in zip(column(worker.uses, "seq"), column(worker.uses, "harvested_ns"), strict=True)
-            if seq > last
-        )
-        for worker in workers
-    ]
-    return list(map(add, _harvested_in(bubbles.seq[bubbles.settling], workers), after))
+    after = _of_uses(workers, "seq", "seq", last + 1)
+    return _harvested_in(np.append(bubbles.seq[bubbles.settling], after), workers)
 
 
 def _outside(bubbles: Bubbles, kind: BubbleKind, workers: Sequence[WorkerRecord]) -> tuple[int, int, int]:

@@ -97,7 +97,8 @@ def test_a_late_look_counts_no_harvest_whose_bubbles_it_leaves_out(tmp_path, ear
     assert live.harvest_ratio == pytest.approx(expected.harvest_ratio)
 
 
-def test_harvest_in_bubbles_that_are_not_recorded_does_not_count(tmp_path):
+@pytest.mark.parametrize("running", [False, True])
+def test_harvest_in_bubbles_that_are_not_recorded_does_not_count(tmp_path, running):
     """Jobs are recorded more often than ranks, and a rank that is killed loses its last bubbles."""
     ranks, workers, jobs = synthetic_run()
     behind = [
@@ -119,10 +120,14 @@ def test_harvest_in_bubbles_that_are_not_recorded_does_not_count(tmp_path):
         number = record.info.rank
         write_rank(rank_file(segment.folder, number), record)
         its = [(named[one.job], one) for one in workers if one.rank == number]
-        write_agent(segment.folder / f"agent{number}.running.jsonl", its)
+        write_agent(segment.folder / f"agent{number}{'.running' * running}.jsonl", its)
     live = LiveSegment(segment)
     live.look()
     assert live.harvest_ratio == pytest.approx(harvested_ns / fillable_ns)
+    for record in ranks:
+        write_rank(rank_file(segment.folder, record.info.rank), record)
+    live.look()
+    assert live.harvest_ratio == pytest.approx(report_of(ranks, workers, jobs).total.harvest_ratio)
 
 
 def test_a_second_look_adds_nothing_that_was_there(tmp_path):
