@@ -27,6 +27,11 @@ class Child:
         with open(self.out, "rb", closefd=False) as file:
             return file.read()
 
+    def kill(self) -> None:
+        """Return when it has ended: its locks are gone then."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # ``end`` reaps it
+
     def end(self) -> None:
         os.close(self.out)
         os.kill(self.pid, signal.SIGKILL)

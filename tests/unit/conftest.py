@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,24 @@ def child() -> Iterator[Callable[[Callable[[int], None]], Child]]:
     yield start
     for one in children:
         one.end()
+
+
+@pytest.fixture
+def holder(child: Callable[[Callable[[int], None]], Child]) -> Callable[[Callable[[], object]], Child]:
+    """Starts a process that takes something, such as a lock, and keeps it until its end; returns once it has it."""
+
+    def start(take: Callable[[], object]) -> Child:
+        def body(out: int) -> None:
+            kept = take()
+            os.write(out, b"held")
+            time.sleep(1000)
+            del kept
+
+        one = child(body)
+        assert os.read(one.out, 4) == b"held"
+        return one
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,26 +23,6 @@ from tests.support.waiting import until
 def run(tmp_path) -> Path:
     (tmp_path / AGENTS).mkdir()
     return tmp_path
-
-
-@pytest.fixture
-def child() -> Iterator[Callable[[Callable[[], object]], Child]]:
-    children: list[Child] = []
-
-    def start(body: Callable[[], object]) -> Child:
-        def run(out: int) -> None:
-            kept = body()
-            os.write(out, b"held")
-            time.sleep(1000)
-            del kept
-
-        children.append(Child(run))
-        assert os.read(children[-1].out, 4) == b"held"
-        return children[-1]
-
-    yield start
-    for one in children:
-        one.end()
 
 
 def turn(run: Path, place: int = 0) -> DeviceTurn:
@@ -79,30 +58,35 @@ def test_a_rank_that_is_alone_takes_the_device_at_once(run):
     assert not found
 
 
-def test_a_keeper_leaves_the_device_to_a_rank_that_came_first(run, child):
-    child(lambda: rank(run))
+def test_a_keeper_leaves_the_device_to_a_rank_that_came_first(run, holder):
+    holder(lambda: rank(run))
     kept = turn(run)
     assert not kept.keep()
     assert kept.wanted
 
 
-def test_ranks_do_not_exclude_each_other(run, child):
-    child(lambda: rank(run))
+def test_ranks_do_not_exclude_each_other(run, holder):
+    first, second = holder(lambda: rank(run)), holder(lambda: rank(run))
     assert not take(run, 0)[1]
+    kept = turn(run, 0)
+    for one in (first, second):
+        assert kept.wanted
+        one.kill()
+    assert not kept.wanted
 
 
-def test_devices_have_turns_of_their_own(run, child):
+def test_devices_have_turns_of_their_own(run, holder):
     turn(run, 1).close()
-    child(lambda: rank(run))
+    holder(lambda: rank(run))
     assert turn(run, 1).keep()
 
 
-def test_the_turn_of_a_rank_that_is_killed_is_over(run, child):
-    first = child(lambda: rank(run))
+def test_the_turn_of_a_rank_that_is_killed_is_over(run, holder):
+    first = holder(lambda: rank(run))
     kept = turn(run)
     assert kept.wanted
-    os.kill(first.pid, signal.SIGKILL)
-    until(lambda: not kept.wanted)
+    first.kill()
+    assert not kept.wanted
     assert kept.keep()
 
 
@@ -124,28 +108,28 @@ def test_a_rank_sends_the_keepers_of_all_places_away_and_sees_them_leave(run, pl
     assert turn(run, 5).keep()  # that place is free again
 
 
-def test_no_place_of_another_node_is_asked(run, child, monkeypatch):
+def test_no_place_of_another_node_is_asked(run, holder, monkeypatch):
     node = os.uname().nodename
     path = run / AGENTS / f"turn-{node}-b-0.lock"
-    child(lambda: DeviceTurn(path, create=True).keep())
+    holder(lambda: DeviceTurn(path, create=True).keep())
     assert take(run, 0) == (None, False)
 
 
-def test_keepers_that_do_not_leave_are_killed_after_one_wait_for_all(run, child):
-    stay = [child(lambda place=place: keeper(run, place)) for place in range(4)]
+def test_keepers_that_do_not_leave_are_killed_after_one_wait_for_all(run, holder):
+    stay = [holder(lambda place=place: keeper(run, place)) for place in range(4)]
     began_s = time.monotonic()
     assert take(run, 0, leave_s=0.5)[1]
     assert time.monotonic() - began_s < 3
     assert all(gone(one.pid) for one in stay)
 
 
-def test_a_rank_waits_for_a_warden_that_ends_jobs(run, child):
+def test_a_rank_waits_for_a_warden_that_ends_jobs(run, holder):
     def holds() -> DeviceTurn:
         held = turn(run)
         held.end_jobs()
         return held
 
-    one = child(holds)
+    one = holder(holds)
     assert take(run, 0, leave_s=0.1)[1]
     assert gone(one.pid)
 
@@ -192,16 +176,16 @@ def test_a_job_that_forks_and_leaves_its_parents_does_not_survive_its_keeper(run
 
 
 @pytest.mark.parametrize("pid", [0, -17])
-def test_what_cannot_be_seen_is_not_killed_and_that_is_said(run, child, monkeypatch, caplog, pid):
-    one = child(lambda: keeper(run))
+def test_what_cannot_be_seen_is_not_killed_and_that_is_said(run, holder, monkeypatch, caplog, pid):
+    one = holder(lambda: keeper(run))
     monkeypatch.setattr(recordlock, "holder", lambda *_: (2, pid))  # in another namespace; on another machine
     assert take(run, 0, leave_s=0.1)[1]
     assert not gone(one.pid)
     assert "cannot be killed: they may go on beside the training" in caplog.text
 
 
-def test_a_process_that_has_the_pid_of_a_keeper_by_now_is_left_alone(run, child, monkeypatch):
-    other = child(lambda: None)
+def test_a_process_that_has_the_pid_of_a_keeper_by_now_is_left_alone(run, holder, monkeypatch):
+    other = holder(lambda: None)
     held = iter([(2, other.pid)] * 2)  # to the two looks before the kill, and not to that before the signal
     turn(run).close()
     monkeypatch.setattr(recordlock, "holder", lambda *_: next(held, None))

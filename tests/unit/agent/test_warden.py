@@ -33,12 +33,15 @@ with (folder / "seen").open("a") as file:
 while not (folder / "over").exists():
     time.sleep(0.01)
 """
+# It notes that it starts a keeper, since the keeper itself says so only later.
 WARDEN = """
 import sys
+from pathlib import Path
 from megatron.fill.agent import warden
 start = warden.subprocess.Popen
 def popen(command, **kwargs):
     if "megatron.fill.agent.keeper" in command:
+        Path(command[3]).with_name("started").touch()
         command = [sys.executable, "-c", {keeper!r}, *command[3:]]
         return start(command, **kwargs)
     at = command.index("megatron.fill.agent.agent")
@@ -159,14 +162,14 @@ def test_none_follows_a_warden_that_was_ended_while_its_rank_goes_on(tmp_path):
     guarded.agent(0)
     guarded.warden.terminate()
     assert guarded.warden.wait(15) == 0
-    assert not (tmp_path / "keeper").exists()
+    assert not (tmp_path / "started").exists()
 
 
-def killed_rank(folder: Path, **spec: float) -> None:
+def killed_rank(folder: Path) -> None:
     """Start a rank with a warden, and kill it when its agent runs."""
 
     def trains(out: int) -> None:
-        Guarded(folder, **spec).warden.wait()
+        Guarded(folder, between_s=1.0).warden.wait()
 
     rank = Child(trains)
     try:
@@ -175,8 +178,17 @@ def killed_rank(folder: Path, **spec: float) -> None:
         rank.end()
 
 
+def held_by_warden(folder: Path) -> DeviceTurn:
+    """Kill a rank whose agent ends only when it is ``over``; return the turn that its warden holds meanwhile."""
+    (folder / "saves").touch()
+    killed_rank(folder)
+    turn = DeviceTurn(turn_file(folder, 0))
+    until(lambda: turn.server is not None)
+    return turn
+
+
 def test_one_follows_when_the_rank_is_killed(tmp_path):
-    killed_rank(tmp_path, between_s=1.0)
+    killed_rank(tmp_path)
     until((tmp_path / "keeper").exists)
     agent = Guarded.agents_in(tmp_path)[0][0]
     assert (tmp_path / "keeper").read_text().split() == ["True", agent, "True"]
@@ -198,11 +210,8 @@ def test_one_follows_a_rank_that_dies_before_an_agent_is_replaced(tmp_path):
 
 
 def test_another_rank_waits_for_the_jobs_of_one_that_is_dead_and_for_their_keeper(tmp_path):
-    for name in ("saves", "slow"):
-        (tmp_path / name).touch()
-    killed_rank(tmp_path, between_s=1.0)
-    turn = DeviceTurn(turn_file(tmp_path, 0))
-    until(lambda: turn.server is not None)
+    (tmp_path / "slow").touch()
+    turn = held_by_warden(tmp_path)
     warden = turn.server
     (tmp_path / "over").touch()  # its jobs have ended
     until((tmp_path / "keeper").exists)
@@ -212,14 +221,11 @@ def test_another_rank_waits_for_the_jobs_of_one_that_is_dead_and_for_their_keepe
 
 
 def test_no_keeper_follows_if_another_rank_has_come(tmp_path):
-    (tmp_path / "saves").touch()
-    killed_rank(tmp_path, between_s=1.0)
-    turn = DeviceTurn(turn_file(tmp_path, 0))
-    until(lambda: turn.server is not None)
+    turn = held_by_warden(tmp_path)
     turn.ask()
     (tmp_path / "over").touch()
     until(lambda: turn.server is None)
-    assert not (tmp_path / "keeper").exists()
+    assert not (tmp_path / "started").exists()
 
 
 def test_one_follows_a_rank_that_still_has_its_lock_while_it_dies(tmp_path, monkeypatch):
@@ -255,11 +261,7 @@ def test_one_follows_a_rank_that_still_has_its_lock_while_it_dies(tmp_path, monk
 
 
 def test_jobs_that_are_not_saved_in_time_are_killed_for_another_rank(tmp_path):
-    (tmp_path / "saves").touch()
-    killed_rank(tmp_path, between_s=1.0)
-    turn = DeviceTurn(turn_file(tmp_path, 0))
-    until(lambda: turn.server is not None)
-    turn.close()
+    held_by_warden(tmp_path).close()
     assert take(tmp_path, 0, leave_s=0.2)[1]
     agent, warden, _, orphan, _ = Guarded.agents_in(tmp_path)[0]
     assert not any(alive(int(pid)) for pid in (agent, warden, orphan))

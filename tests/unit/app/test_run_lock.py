@@ -6,9 +6,8 @@ import errno
 import fcntl
 import json
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,35 +29,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runlock, "_LOOK_S", 0.01)
 
 
-@pytest.fixture
-def child() -> Iterator[Callable[[Callable[[], object]], Child]]:
-    children: list[Child] = []
-
-    def start(hold: Callable[[], object]) -> Child:
-        def body(out: int) -> None:
-            kept = hold()
-            os.write(out, b"held")
-            time.sleep(1000)
-            del kept
-
-        children.append(Child(body))
-        assert os.read(children[-1].out, 4) == b"held"
-        return children[-1]
-
-    yield start
-    for one in children:
-        one.end()
-
-
-def kill(pid: int) -> None:
-    """Return when it has ended: its locks are gone then."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its fixture reaps it
-
-
-def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path, child):
+def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path, holder):
     run = tmp_path / "run"
-    first = child(lambda: RunLock.take(run, 2))
+    first = holder(lambda: RunLock.take(run, 2))
     before = (run / RUN_LOCK).read_bytes()
     with pytest.raises(RunTaken) as refused:
         RunLock.take(run, 2)
@@ -71,43 +44,43 @@ def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path,
     assert (run / RUN_LOCK).read_bytes() == before  # nothing is written
 
 
-def test_a_killed_training_is_in_nobodys_way(tmp_path, child):
-    first = child(lambda: RunLock.take(tmp_path, 2))
-    kill(first.pid)
+def test_a_killed_training_is_in_nobodys_way(tmp_path, holder):
+    first = holder(lambda: RunLock.take(tmp_path, 2))
+    first.kill()
     RunLock.take(tmp_path, 2).release()
     assert json.loads((tmp_path / RUN_LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_a_rank_that_outlives_rank_0_still_holds_the_folder(tmp_path, child):
-    rank_0 = child(lambda: RunLock.take(tmp_path, 4))
-    rank_3 = child(lambda: RunLock.join(tmp_path, 3))
-    kill(rank_0.pid)
+def test_a_rank_that_outlives_rank_0_still_holds_the_folder(tmp_path, holder):
+    rank_0 = holder(lambda: RunLock.take(tmp_path, 4))
+    rank_3 = holder(lambda: RunLock.join(tmp_path, 3))
+    rank_0.kill()
     with pytest.raises(RunTaken, match=rf"its rank 3, process {rank_3.pid} on {NODE}"):
         RunLock.take(tmp_path, 2)
 
 
-def test_ranks_of_one_training_hold_it_together_and_of_two_do_not(tmp_path, child):
-    child(lambda: RunLock.take(tmp_path, 3))
-    child(lambda: RunLock.join(tmp_path, 1))
+def test_ranks_of_one_training_hold_it_together_and_of_two_do_not(tmp_path, holder):
+    holder(lambda: RunLock.take(tmp_path, 3))
+    holder(lambda: RunLock.join(tmp_path, 1))
     RunLock.join(tmp_path, 2).release()
     with pytest.raises(RunTaken, match="its rank 1"):
         RunLock.join(tmp_path, 1)
 
 
-def test_a_process_forked_from_a_rank_does_not_keep_its_lock(tmp_path, child):
+def test_a_process_forked_from_a_rank_does_not_keep_its_lock(tmp_path, holder):
     def forks() -> None:
         RunLock.take(tmp_path, 1)
         if os.fork() == 0:
             time.sleep(3)
             os._exit(0)
 
-    kill(child(forks).pid)
+    holder(forks).kill()
     RunLock.take(tmp_path, 1).release()
 
 
-def test_a_lost_nodes_lock_is_waited_for_and_can_be_overridden(tmp_path, child, monkeypatch, caplog):
+def test_a_lost_nodes_lock_is_waited_for_and_can_be_overridden(tmp_path, holder, monkeypatch, caplog):
     monkeypatch.setattr(runlock, "network_file_system", lambda path: "nfs4")
-    child(lambda: RunLock.take(tmp_path, 2))
+    holder(lambda: RunLock.take(tmp_path, 2))
     note = json.loads((tmp_path / RUN_LOCK).read_text())
     (tmp_path / RUN_LOCK).write_text(json.dumps(note | {"host": "node7"}))
     began_s = time.monotonic()
@@ -128,8 +101,8 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, cap
     assert "cannot be locked (No locks available): a second training would not be noticed" in caplog.text
 
 
-def test_a_note_that_says_nothing_still_refuses(tmp_path, child):
-    child(lambda: RunLock.take(tmp_path, 2))
+def test_a_note_that_says_nothing_still_refuses(tmp_path, holder):
+    holder(lambda: RunLock.take(tmp_path, 2))
     for text in ("", "[]", '{"host": 1, "pid": [], "since_s": "x"}'):
         (tmp_path / RUN_LOCK).write_text(text)
         with pytest.raises(RunTaken, match="is in use by another training"):
@@ -189,18 +162,18 @@ def said(run: str, info: RankInfo) -> str:
     return "" if held is None else f"held {held[0].name}"
 
 
-def test_every_rank_ends_alike(tmp_path, child):
+def test_every_rank_ends_alike(tmp_path, holder):
     run = tmp_path / "run"
     assert ranks(tmp_path, lambda info: said(str(run) if info.rank == 0 else "", info)) == ["held run", "held run"]
-    child(lambda: RunLock.join(run, 1))  # and of rank 0's own folder nobody has anything
+    holder(lambda: RunLock.join(run, 1))  # and of rank 0's own folder nobody has anything
     first, second = ranks(tmp_path, lambda info: said(str(run), info))
     assert first == second
     assert "its rank 1" in first
 
 
-def test_every_rank_is_refused_where_one_finds_another_training(tmp_path, child, monkeypatch):
+def test_every_rank_is_refused_where_one_finds_another_training(tmp_path, holder, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
-    child(lambda: RunLock.join(there, 1))
+    holder(lambda: RunLock.join(there, 1))
 
     def one(info: RankInfo) -> str:
         join = runlock._joined
