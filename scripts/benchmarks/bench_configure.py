@@ -43,7 +43,7 @@ from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_gpu_memory import measure_gpu_memory
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time
 from scripts.benchmarks.configure_recipes import measure_recipes
-from scripts.benchmarks.harness import Results, arguments, opened
+from scripts.benchmarks.harness import Results, arguments, check_above_zero, opened
 from scripts.benchmarks.memory_figures import measure_learned, measure_limits, measure_memory
 from tests.support.configuring import event_times, random_iteration, random_links
 
@@ -60,6 +60,7 @@ LARGE = (
     "--global-batch-size 1024 --bf16"
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
+STAGES = 8  # of dedication
 PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication")
 OF_OTHERS = ("gpu-memory", "gpu-time", "recipes")  # whose measurements are in a folder
 PLACES = {
@@ -135,9 +136,9 @@ def measure_speed() -> dict[str, Any]:
 
 
 def measure_dedication(nodes: int, seconds: float, pipette_s: float) -> dict[str, Any]:
-    """With one GPU a node, as many stages as 8 allow, and replicas of them."""
+    """With one GPU a node, eight stages, and replicas of them."""
     links = random_links(random.Random(nodes), nodes, 1)
-    its = Parallel(pp=8, dp=nodes // 8, microbatch=1, global_batch=16 * nodes)
+    its = Parallel(pp=STAGES, dp=nodes // STAGES, microbatch=1, global_batch=16 * nodes)
     energy = Energy(MODELS["gpt-5b"], GPUS["a100-80gb"], 0.45, its, links)
     began_s = time.perf_counter()
     ours = anneal(energy, its, 1, 0, 10**9, seconds)
@@ -152,8 +153,8 @@ def measure_dedication(nodes: int, seconds: float, pipette_s: float) -> dict[str
         "identity_ms": ours.identity_ns / 1e6,
         "least_ms": ours.least_ns / 1e6,
     }
-    if nodes == 8:
-        row["optimum_ms"] = min(map(energy, itertools.permutations(range(8)))) / 1e6
+    if nodes == STAGES:
+        row["optimum_ms"] = min(map(energy, itertools.permutations(range(nodes)))) / 1e6
     return row
 
 
@@ -186,6 +187,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.truth is None and (needing := [part for part in options.parts if part in OF_OTHERS]):
         parser.error(f"--parts {' '.join(needing)}: expected --truth FOLDER")
+    check_above_zero(parser, options, "cases", "seconds", "pipette_seconds", "most_gpus", "samples")
+    if wrong := [nodes for nodes in options.nodes if nodes < 1 or nodes % STAGES]:
+        parser.error(f"argument --nodes: {wrong[0]}: expected multiples of {STAGES}")
     results: Results = opened(parser, options.json)
     for part in options.parts:
         if part == "dedication":
@@ -194,7 +198,7 @@ def main() -> None:
                 report(f"dedication, {nodes} nodes", row)
                 results.add(part, row, "dedication", str(nodes))
             continue
-        figures = {
+        measure = {
             "timeline": lambda: measure_timeline(options.cases),
             "search": measure_search,
             "speed": measure_speed,
@@ -204,7 +208,11 @@ def main() -> None:
             "gpu-memory": lambda: measure_gpu_memory(options.truth),
             "gpu-time": lambda: measure_gpu_time(options.truth),
             "recipes": lambda: measure_recipes(options.truth, options.most_gpus),
-        }[part]()
+        }[part]
+        try:
+            figures = measure()
+        except ConfigError as error:
+            parser.error(f"--parts {part}: {error}")
         details = {name: figures.pop(name) for name in ("rows", "groups") if name in figures}
         only_shown = figures.pop("recipes", {})
         report(part, figures | details.get("groups", {}) | only_shown)

@@ -114,8 +114,12 @@ class Published:
 
 
 def read_published(folder: Path) -> list[Published]:
-    """Read the tables of pre-training; none if the files are not there."""
-    texts = [read_text(folder / name, "a page of published figures") for name in _FILES if (folder / name).exists()]
+    """Read the tables of pre-training.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    texts = [read_text(folder / name, "a page of published figures") for name in _FILES]
     return list(dict.fromkeys(one for text in texts for one in _tables(text)))
 
 
@@ -246,8 +250,14 @@ def _own_s(evaluators: Sequence[Evaluator], one: Published) -> float | None:
 
 
 def measure_recipes(folder: Path, most_gpus: int) -> dict[str, Any]:
-    """The figures of the trainings on so many GPUs at most, with a row for each, which it prints too."""
+    """The figures of the trainings on so many GPUs at most, with a row for each, which it prints too.
+
+    Raises:
+        ConfigError: there is none.
+    """
     rows = [one for one in read_published(folder) if one.gpus <= most_gpus]
+    if not rows:
+        raise ConfigError(f"{folder}: no table has a training on at most {most_gpus} GPUs; expected at least one")
     found: list[Found] = []
     for one in rows:
         try:

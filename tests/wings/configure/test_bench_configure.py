@@ -165,6 +165,9 @@ def test_published_layouts_are_read_and_looked_for(tmp_path):
     rows += [rows[0].replace("| 8 |", "| 512 |", 1)]
     text = ["## 25.11", "### Pre-Training Performance", "#### Model: LLAMA3_8B", head, *(f"| {row} |" for row in rows)]
     (tmp_path / "performance-summary.md").write_text("\n".join(text), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"performance-summary-archive\.md: cannot be read"):
+        read_published(tmp_path)
+    (tmp_path / "performance-summary-archive.md").write_text("", encoding="utf-8")
     newest = read_published(tmp_path)[0]
     assert (newest.shape, newest.precision, newest.tokens_s) == ((1, 1, 1, 1, 1, 2), "FP8", 30624)
     found = measure_recipes(tmp_path, most_gpus=8)
@@ -173,10 +176,12 @@ def test_published_layouts_are_read_and_looked_for(tmp_path):
     row = found["rows"]["LLAMA3_8B on 8 B200, FP8, 128"]
     assert row["shape"] == "1 1 1 1 1 2"
     assert row["error"] == pytest.approx(found["time_mean"])
+    with pytest.raises(ConfigError, match="no table has a training on at most 7 GPUs"):
+        measure_recipes(tmp_path, most_gpus=7)
 
 
 def test_layouts_of_experts_are_those_that_hide_their_exchange_and_others():
     one = Published("Qwen3_30B_a3B", "DGX-B200", "BF16", 8, 64, 4096, False, (1, 1, 1, 8, 1, 1), 1.0)
     plain, hidden = one.trainings()
     assert set(hidden.others) - set(plain.others) == {"--overlap-moe-expert-parallel-comm"}
-    assert not hidden.ignored or "--moe-grouped-gemm" not in hidden.ignored
+    assert "--moe-grouped-gemm" not in hidden.ignored
