@@ -13,7 +13,7 @@ Three choices are made here and not searched, because they never cost time or me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -25,6 +25,8 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
 _CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divide among the stages
+_NO_CHUNKS = "virtual stages: several stages, and layers that divide among them"
+_NO_STAGES = "--num-layers is divided among the stages, but for the first and the last"
 _MOST_MICROBATCH = 64  # samples; more fit no GPU with any sequence worth dividing
 
 
@@ -66,74 +68,86 @@ def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter
 
 def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, excluded: Counter[str]) -> Iterator[Parallel]:
     model, fixed = padded(training, tp), training.fixed
-    embedding, loss = (name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
-    layers = model.layers + embedding + loss
-    given = fixed.get("stage_layers")
-    ends = {} if embedding or loss or given else _uneven(layers, pp)
-    divided = pp == 1 or given or embedding or loss or {"first_layers", "last_layers"} & fixed.keys()
-    last = 0.0 if divided else _last_layers(model)
-    distributed = dp * cp > 1 or model.kernels.fp8_weights or fixed.get("distributed_optimizer", False)
+    common = {
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "cp": cp,
+        "global_batch": training.global_batch,
+        "sequence_parallel": tp > 1 and model.sequence % tp == 0,
+        "recompute": fixed.get("recompute", Recompute.NONE),
+        "recomputed": fixed.get("recomputed"),
+        "recompute_modules": fixed.get("recompute_modules", ("core_attn",)),
+        "precision": training.precision,
+        "distributed_optimizer": dp * cp > 1 or model.kernels.fp8_weights or fixed.get("distributed_optimizer", False),
+        "expert_tp": fixed.get("expert_tp"),
+        "embedding_is_layer": "embedding_is_layer" in fixed,
+        "loss_is_layer": "loss_is_layer" in fixed,
+    }
+    splits = _splits(model, fixed, pp)
     holders = tp * dp * cp // fixed.get("expert_tp", tp)  # ranks that may have different experts, each of that width
     experts = [its for its in divisors(max(1, holders)) if model.experts % its == 0] if model.experts else [1]
-    for microbatch, ep in product(
-        _choices("microbatch", divisors(training.global_batch // dp), fixed), _choices("ep", experts, fixed)
-    ):
-        if training.global_batch // dp % microbatch or (microbatch > _MOST_MICROBATCH and "microbatch" not in fixed):
+    batch = training.global_batch // dp
+    for microbatch, ep in product(_choices("microbatch", divisors(batch), fixed), _choices("ep", experts, fixed)):
+        if batch % microbatch or (microbatch > _MOST_MICROBATCH and "microbatch" not in fixed):
             excluded["--micro-batch-size divides the batch of a replica, and is at most 64"] += 1
             continue
-        microbatches = training.global_batch // dp // microbatch
-        chunks = [1, *(its for its in divisors(layers // pp) if its > 1)]
-        if ends:
-            chunks = [1] if divided else [its for its in _CHUNKS if its * pp <= layers]
-        for chunk in _choices("chunks", chunks, fixed):
-            alike = chunk == 1 or not (ends or (not given and layers % (pp * chunk)))
-            balanced = None if divided else _balanced(layers, pp, chunk, last)
-            if chunk > 1 and (pp == 1 or not (alike or balanced)):
-                excluded["virtual stages: several stages, and layers that divide among them"] += 1
-                continue
-            if chunk > 1 and not _grouped(microbatches, fixed.get("group_size", pp), pp):
-                excluded["virtual stages: micro-batches in groups that have at least as many as there are stages"] += 1
-                continue
-            if ends is None and balanced is None:
-                excluded["--num-layers is divided among the stages, but for the first and the last"] += 1
-                continue
-            splits: list[dict[str, Any]] = []
-            if alike and ends is not None:
-                splits.append(ends | {"stage_layers": given})
-            if balanced is not None:
-                splits.append({"stage_layers": balanced})
-            for split in splits:
-                try:
-                    found = Parallel(
-                        tp=tp,
-                        pp=pp,
-                        dp=dp,
-                        cp=cp,
-                        ep=ep,
-                        chunks=chunk,
-                        microbatch=microbatch,
-                        global_batch=training.global_batch,
-                        schedule="interleaved" if chunk > 1 else "1f1b",
-                        sequence_parallel=tp > 1 and model.sequence % tp == 0,
-                        recompute=fixed.get("recompute", Recompute.NONE),
-                        recomputed=fixed.get("recomputed"),
-                        recompute_modules=fixed.get("recompute_modules", ("core_attn",)),
-                        precision=training.precision,
-                        distributed_optimizer=distributed,
-                        expert_tp=fixed.get("expert_tp"),
-                        group_size=fixed.get("group_size") if chunk > 1 else None,
-                        embedding_is_layer=embedding,
-                        loss_is_layer=loss,
-                        **split,
-                    )
-                    found.check(model)
-                except ValueError as error:
-                    excluded[str(error)] += 1
-                    continue
-                if reason := expert_problem(model, found):
-                    excluded[reason] += 1
-                    continue
+        for split in _grouped(splits, fixed, pp, batch // microbatch, excluded):
+            try:
+                found = Parallel(**common, **split, microbatch=microbatch, ep=ep)
+                found.check(model)
+                reason = expert_problem(model, found)
+            except ValueError as error:
+                reason = str(error)
+            if reason:
+                excluded[reason] += 1
+            else:
                 yield found
+
+
+def _splits(model: ModelSpec, fixed: Mapping[str, Any], pp: int) -> dict[int, list[dict[str, Any]]]:
+    """Return, for each number of virtual stages of a rank, how layers may be divided among stages."""
+    counted = {"embedding_is_layer", "loss_is_layer"} & fixed.keys()
+    layers = model.layers + len(counted)
+    given = fixed.get("stage_layers")
+    ends = {} if counted or given else _uneven(layers, pp)
+    divided = pp == 1 or given or counted or {"first_layers", "last_layers"} & fixed.keys()
+    last = 0.0 if divided else _last_layers(model)
+    chunks = [1, *(its for its in divisors(layers // pp) if its > 1)]
+    if ends:
+        chunks = [1] if divided else [its for its in _CHUNKS if its * pp <= layers]
+    found: dict[int, list[dict[str, Any]]] = {}
+    for chunk in _choices("chunks", chunks, fixed):
+        found[chunk] = []
+        if chunk > 1 and pp == 1:
+            continue
+        if ends is not None and (chunk == 1 or (not ends and (given or layers % (pp * chunk) == 0))):
+            found[chunk].append(ends | {"stage_layers": given})
+        if not divided and (balanced := _balanced(layers, pp, chunk, last)) is not None:
+            found[chunk].append({"stage_layers": balanced})
+    return found
+
+
+def _grouped(
+    splits: Mapping[int, Sequence[dict[str, Any]]],
+    fixed: Mapping[str, Any],
+    pp: int,
+    microbatches: int,
+    excluded: Counter[str],
+) -> Iterator[dict[str, Any]]:
+    """Divisions of layers that a schedule takes with so many microbatches, with what the schedule has for them."""
+    size = fixed.get("group_size", pp)
+    rest = microbatches % size
+    for chunk, found in splits.items():
+        if not found:
+            excluded[_NO_CHUNKS if chunk > 1 else _NO_STAGES] += 1
+        elif chunk == 1:
+            yield from ({"schedule": "1f1b", **split} for split in found)
+        elif pp <= size <= microbatches and (rest == 0 or rest >= pp):
+            its = {"schedule": "interleaved", "chunks": chunk, "group_size": fixed.get("group_size")}
+            yield from (its | split for split in found)
+        else:
+            excluded["virtual stages: micro-batches in groups that have at least as many as there are stages"] += 1
 
 
 def _last_layers(model: ModelSpec) -> float:
@@ -162,12 +176,6 @@ def _balanced(layers: int, pp: int, chunks: int, last: float) -> tuple[int, ...]
         # of each rank, early chunks have a layer more
         virtual += [count // chunks + (chunk < count % chunks) for count in (*ranks, own)]
     return tuple(virtual)
-
-
-def _grouped(microbatches: int, group_size: int, pp: int) -> bool:
-    """Return True if the interleaved schedule takes microbatches in groups of this size."""
-    rest = microbatches % group_size
-    return pp <= group_size <= microbatches and (rest == 0 or rest >= pp)
 
 
 def _choices(name: str, found: list[int], fixed: Any) -> list[int]:
