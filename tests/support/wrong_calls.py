@@ -247,6 +247,7 @@ FLAGS = """
 --fill-settings '{max_output_mib: 0}' => max_output_mib is 0: expected greater than 0
 --fill-between 60 => expected --fill-report DIR with it
 --fill-between -1 --fill-report folder => --fill-between is -1.0: expected greater than or equal to 0
+--fill-between nan --fill-report folder => --fill-between is nan: expected a finite number
 --fill-between soon => argument --fill-between: invalid float value: 'soon'
 --fill-checkpoint-seconds inf => --fill-checkpoint-seconds is inf: expected a finite number
 --fill-checkpoint-seconds -300 => --fill-checkpoint-seconds is -300.0: expected greater than 0

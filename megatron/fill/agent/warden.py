@@ -71,7 +71,7 @@ class Warden:
                 break
             if time.monotonic() - began_s > _HEALTHY_S:
                 self._pause_s = _FIRST_PAUSE_S
-            logger.warning("rank %d: its agent ended with %d; another follows in %g s", self.rank, code, self._pause_s)
+            logger.warning("its agent ended with %d; another follows in %g s", code, self._pause_s)
             self._woken.wait(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if self._turn is not None and self._rank_fd is not None:

@@ -72,8 +72,8 @@ def test_the_path_of_a_job_is_short_and_what_it_names_is_there():
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| ") and "`" in line]
     files: set[str] = set()
     for _, number, station, place, _ in rows:
-        files |= (entered := set(re.findall(r"`([\w/]+\.py)`", place)))
-        there = set().union(*(defined(ROOT / "megatron/fill" / file) for file in entered | files))
+        files |= set(re.findall(r"`([\w/]+\.py)`", place))
+        there = set().union(*(defined(ROOT / "megatron/fill" / file) for file in files))
         assert set(re.findall(r"`(\w+(?:\.\w+)?)`", station)) - {"Work"} <= there, number
     assert len(rows) <= 20
     assert len(files) <= 12
