@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure import latency
+from megatron.fill.wings.configure import latency, overlap
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.dedicate import MOVES, anneal
 from megatron.fill.wings.configure.energy import Energy
@@ -235,7 +235,7 @@ def test_what_flags_let_overlap_is_hidden_but_for_a_part():
     hidden, plain = (iteration(each, A100, 0.45, its, layout) for each in (model, large))
     all_reduced_ns = 1e9 * 2 * all_reduce_s(layout.stages[0].tensor, 2, boundary_bytes(large, its)) * large.layers
     shorter = plain.costs.stages[0].forward_ns - hidden.costs.stages[0].forward_ns
-    assert shorter == pytest.approx((1 - latency.HELD) * all_reduced_ns / 2)  # the hidden half holds processors
+    assert shorter == pytest.approx((1 - overlap.HELD) * all_reduced_ns / 2)  # the hidden half holds processors
     assert hidden.reduce_ns[0] < plain.reduce_ns[0]
     assert hidden.costs.optimizer_ns[0] < plain.costs.optimizer_ns[0]
 
@@ -244,12 +244,12 @@ def test_context_parallel_ranks_pass_keys_round_while_they_attend():
     its = Parallel(tp=1, cp=2, pp=1, microbatch=1, global_batch=1)
     routes = lay_out(Links.uniform(NETWORKS["dgx-a100"], 1), its, range(2)).stages[0]
     parts = {"core_attn": Part(1.0, 1.0)}
-    keys_s = latency._exchange_s(SMALL, its, routes, None)[0]
-    held = latency.HELD
-    assert latency._exchange_s(SMALL, its, routes, parts) == pytest.approx((held * keys_s, held * 2 * keys_s))
+    keys_s = overlap.layer_exchange_s(SMALL, its, routes, None)[0]
+    held = overlap.HELD
+    assert overlap.layer_exchange_s(SMALL, its, routes, parts) == pytest.approx((held * keys_s, held * 2 * keys_s))
     parts = {"core_attn": Part(keys_s, keys_s)}
     expected = (1 + held) * keys_s / 2, (3 + held) * keys_s / 2
-    assert latency._exchange_s(SMALL, its, routes, parts) == pytest.approx(expected)
+    assert overlap.layer_exchange_s(SMALL, its, routes, parts) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,27 +12,17 @@ from megatron.fill.pipeline.program import eager, rendezvous
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.wings.configure.layout import Layout, StageRoutes
-from megatron.fill.wings.configure.links import Route, all_reduce_s
-from megatron.fill.wings.configure.overlap import expert_problem
+from megatron.fill.wings.configure.links import all_reduce_s
+from megatron.fill.wings.configure.overlap import exposed_s, layer_exchange_s, transfers_hold, with_transfers
 from megatron.fill.wings.configure.passes import Passes
-from megatron.fill.wings.mainjob.analytic import (
-    ALL_REDUCES,
-    added,
-    boundary_bytes,
-    p2p_bytes,
-    tied_embedding_bytes,
-)
+from megatron.fill.wings.mainjob.analytic import added, p2p_bytes, tied_embedding_bytes
 from megatron.fill.wings.mainjob.hardware import GpuKind
 from megatron.fill.wings.mainjob.memory import expert_parameters, stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
-from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, Part, layer_parts, stage_cost
+from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, layer_parts, stage_cost
 
-# Share of a GPU's processors that an exchange beside computing holds: 16 of 132 to 148, by default (Megatron-Bridge's
-# performance guide).
-HELD = 0.12
-_EIGHT_BITS = 0.75  # of tensor parallelism's bytes: what is gathered is half as large, what is reduced is not
 # Parameters of a bucket: Megatron-core 0.19, ``DistributedDataParallel``.
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
@@ -63,19 +52,16 @@ def iteration(
     """The times of a configuration on the links of a layout.
 
     A pass takes its operations, as ``roofline`` has them; what a stage's ranks exchange comes on top, but for what is
-    hidden (``_exchange_s``).  Each stage is as fast as its slowest group.  With ``passes``, passes and optimizer take
-    what was measured, tensor parallelism included.
+    hidden (``overlap.layer_exchange_s``).  Each stage is as fast as its slowest group.  With ``passes``, passes and
+    optimizer take what was measured, tensor parallelism included.
     """
     layers, dense = its.layers(model), its.dense_layers(model)
     steps: dict[object, tuple[float, float]] = {}
     reduces, optimizers = [], []
     # by identity: hashing routes for each layer takes longer than all the rest
     distinct = {id(routes): routes for routes in layout.stages}
-    parts: Mapping[str, Part] | None = None
-    if passes is None:
-        hides = its.cp > 1 or model.kernels.overlaps.tensor or model.kernels.overlaps.experts
-        parts = layer_parts(model, gpu, its, efficiency) if hides else {}
-    exchange_of = {number: _exchange_s(model, its, routes, parts) for number, routes in distinct.items()}
+    parts = layer_parts(model, gpu, its, efficiency) if passes is None else None
+    exchange_of = {number: layer_exchange_s(model, its, routes, parts) for number, routes in distinct.items()}
     exchanges = [exchange_of[id(routes)] for routes in layout.stages]
     stages = stage_times(model, gpu, efficiency, its, exchanges, passes)
     embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
@@ -96,8 +82,8 @@ def iteration(
         optimizers.append(_ns(fixed_s + step_s))
     size = p2p_bytes(model, its)
     times = {route: _ns(route.time_s(size)) for row in layout.replicas for pair in row for route in pair}
-    if transfers_hold(its, passes):
-        stages = _with_transfers(its, stages, layout, times)
+    if transfers_hold(its, passes is not None):
+        stages = with_transfers(its, stages, layout, times)
     return Iteration(
         its,
         PipelineCosts(tuple(stages), 0, (0,) * its.pp, tuple(optimizers)),
@@ -105,28 +91,6 @@ def iteration(
         tuple(reduces),
         layout.rendezvous,
     )
-
-
-def transfers_hold(its: Parallel, passes: Passes | None) -> bool:
-    """Return True if transfers are beside passes and take of their processors; measured passes have that in them."""
-    return its.chunks > 1 and passes is None
-
-
-def _with_transfers(
-    its: Parallel, stages: Sequence[StageCost], layout: Layout, times: Mapping[Route, int]
-) -> list[StageCost]:
-    """Passes with what transfers beside them take of their processors: each receives and sends something once."""
-    pp, placement = its.pp, its.placement
-    sent = [0] * (len(stages) + 1)  # to each virtual stage from the one before it
-    for at, (source, rank) in enumerate(itertools.pairwise(placement), 1):
-        if source != rank:
-            link, back = (source, 0) if (source + 1) % pp == rank else (rank, 1)
-            sent[at] = max(times[row[link][back]] for row in layout.replicas)
-    found = []
-    for cost, before, behind in zip(stages, sent, sent[1:], strict=False):
-        held = round(HELD * (before + behind))
-        found.append(replace(cost, forward_ns=cost.forward_ns + held, backward_ns=cost.backward_ns + held))
-    return found
 
 
 def stage_times(
@@ -191,55 +155,6 @@ def _parameter_groups(model: ModelSpec, its: Parallel, stage: int) -> tuple[tupl
     return (dense, its.replicas), (experts, round(its.expert_replicas))
 
 
-def _exposed_s(exchange_s: float, beside_s: float, share: float) -> float:
-    """Seconds that an exchange adds to the computing beside it; a share of it is never hidden.
-
-    The processors that it holds while it is hidden are not there to compute.
-    """
-    exposed_s = max(exchange_s * share, exchange_s - beside_s)
-    return exposed_s + HELD * (exchange_s - exposed_s)
-
-
-def _exchange_s(
-    model: ModelSpec, its: Parallel, routes: StageRoutes, parts: Mapping[str, Part] | None
-) -> tuple[float, float]:
-    """Seconds of exchange in the forward and in the backward pass of one layer that are not hidden.
-
-    Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); in
-    pieces, all but the first of them may be hidden by products.  Context parallelism passes keys and values round, and
-    in the backward pass their gradients too, while it computes the attention to those before.  Experts are sent their
-    tokens, and send them back; with a second microbatch under way, its passes hide it (``expert_problem``).
-
-    Args:
-        parts: the layer's, or empty if they hide nothing; None to count no tensor parallelism and hide nothing, as
-            passes are measured.
-    """
-    size, overlaps = boundary_bytes(model, its), model.kernels.overlaps
-    keys_s = 0.0
-    if its.cp > 1:
-        keys = size * model.keys_width / model.hidden / its.tp
-        keys_s = routes.context.time_s(keys * (its.cp - 1), its.cp - 1)
-    share = size / its.tp * model.experts_per_token / its.ep  # with experts, sequence parallelism is on
-    experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
-    if parts is None:
-        return keys_s + experts_s, 2 * keys_s + experts_s
-    gathered = _EIGHT_BITS if model.kernels.fp8 and its.sequence_parallel else 1.0
-    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, gathered * size)
-    if not parts:
-        return reduce_s + experts_s, reduce_s + experts_s
-    tensor = overlaps.tensor and its.sequence_parallel
-    hidden = overlaps.experts and not expert_problem(model, its)
-    found = []
-    for ring_s, name in ((keys_s, "forward_s"), (2 * keys_s, "backward_s")):
-        attention_s = getattr(parts["core_attn"], name)
-        products_s = sum(getattr(part, name) for key, part in parts.items() if key != "moe_act") - attention_s
-        tensor_s = _exposed_s(reduce_s, products_s, 1 / its.tp) if tensor else reduce_s
-        context_s = _exposed_s(ring_s, attention_s * (its.cp - 1) / its.cp, 0.0)
-        sent_s = _exposed_s(experts_s, products_s + attention_s, 1 / its.microbatches) if hidden else experts_s
-        found.append(tensor_s + context_s + sent_s)
-    return found[0], found[1]
-
-
 def _reduce_and_step_s(
     model: ModelSpec,
     parameter_s: float,
@@ -273,9 +188,9 @@ def _reduce_and_step_s(
     bucket = max(_BUCKET, _BUCKET_PER_RANK * its.replicas)
     share = min(1.0, bucket / max(1.0, sum(parameters for parameters, _ in groups))) if its.pp == 1 else 1 / its.chunks
     if overlaps.gradients:
-        reduce_s = _exposed_s(reduce_s, passes_s[1], share)
+        reduce_s = exposed_s(reduce_s, passes_s[1], share)
     if overlaps.weights:
-        gather_s = _exposed_s(gather_s, passes_s[0], share)
+        gather_s = exposed_s(gather_s, passes_s[0], share)
     return reduce_s, step_s + gather_s
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.fill.wings.configure.latency import HELD, fixed_step_s, stage_times, step_sizes, transfers_hold
+from megatron.fill.wings.configure.latency import fixed_step_s, stage_times, step_sizes
 from megatron.fill.wings.configure.links import Links, all_reduce_s
+from megatron.fill.wings.configure.overlap import HELD, transfers_hold
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.analytic import ALL_REDUCES, boundary_bytes, p2p_bytes, tied_embedding_bytes
 from megatron.fill.wings.mainjob.hardware import GpuKind
@@ -41,7 +42,7 @@ class ManyOrders:
         self._tied_bytes = tied_embedding_bytes(model, its)
         self._sizes = step_sizes(model, gpu, its, passes)
         self._fixed_s = fixed_step_s(its, passes)
-        self._held = transfers_hold(its, passes)
+        self._held = transfers_hold(its, passes is not None)
         units = range(its.gpus // its.tp)
         rings = [links.ring([range(unit * its.tp, (unit + 1) * its.tp)]) for unit in units]
         reduces = [ALL_REDUCES * all_reduce_s(ring, its.tp, boundary_bytes(model, its)) for ring in rings]

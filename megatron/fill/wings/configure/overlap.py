@@ -1,15 +1,26 @@
-"""Flags that let exchanges overlap where Megatron does not start with them, as layouts have them or not."""
+"""Exchanges beside computation: what they add to it, and which flags for it Megatron starts a layout with."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megatron.fill.pipeline.costs import StageCost
+from megatron.fill.wings.configure.layout import Layout, StageRoutes
+from megatron.fill.wings.configure.links import Route, all_reduce_s
+from megatron.fill.wings.mainjob.analytic import ALL_REDUCES, boundary_bytes
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.wings.mainjob.roofline import Part
 
 _EXPERTS = "--overlap-moe-expert-parallel-comm"
 _AT_STEP = "--overlap-param-gather-with-optimizer-step"
+# Share of a GPU's processors that an exchange beside computing holds: 16 of 132 to 148, by default (Megatron-Bridge's
+# performance guide).
+HELD = 0.12
+_EIGHT_BITS = 0.75  # of tensor parallelism's bytes: what is gathered is half as large, what is reduced is not
 
 
 def expert_problem(model: ModelSpec, its: Parallel) -> str:
@@ -64,3 +75,71 @@ def connections(flags: Sequence[str], its: Parallel) -> list[str]:
     count = 32 if hidden and not exchanges else 1
     set_it = f"export CUDA_DEVICE_MAX_CONNECTIONS=${{CUDA_DEVICE_MAX_CONNECTIONS:-{count}}}"
     return [note, set_it] if hidden and exchanges else [set_it]
+
+
+def exposed_s(exchange_s: float, beside_s: float, share: float) -> float:
+    """Return the seconds that an exchange adds to the computing beside it; a share of it is never hidden.
+
+    The processors that it holds while it is hidden are not there to compute.
+    """
+    left_s = max(exchange_s * share, exchange_s - beside_s)
+    return left_s + HELD * (exchange_s - left_s)
+
+
+def layer_exchange_s(
+    model: ModelSpec, its: Parallel, routes: StageRoutes, parts: Mapping[str, Part] | None
+) -> tuple[float, float]:
+    """Return the seconds of exchange in the forward and in the backward pass of one layer that are not hidden.
+
+    Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); in
+    pieces, all but the first of them may be hidden by products.  Context parallelism passes keys and values round, and
+    in the backward pass their gradients too, while it computes the attention to those before.  Experts are sent their
+    tokens, and send them back; with a second microbatch under way, its passes hide it (``expert_problem``).
+
+    Args:
+        parts: the layer's; None to count no tensor parallelism and hide nothing, as passes are measured.
+    """
+    size, overlaps = boundary_bytes(model, its), model.kernels.overlaps
+    keys_s = 0.0
+    if its.cp > 1:
+        keys = size * model.keys_width / model.hidden / its.tp
+        keys_s = routes.context.time_s(keys * (its.cp - 1), its.cp - 1)
+    share = size / its.tp * model.experts_per_token / its.ep  # with experts, sequence parallelism is on
+    experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
+    if parts is None:
+        return keys_s + experts_s, 2 * keys_s + experts_s
+    gathered = _EIGHT_BITS if model.kernels.fp8 and its.sequence_parallel else 1.0
+    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, gathered * size)
+    tensor = overlaps.tensor and its.sequence_parallel
+    hidden = overlaps.experts and not expert_problem(model, its)
+    found = []
+    for ring_s, name in ((keys_s, "forward_s"), (2 * keys_s, "backward_s")):
+        attention_s = getattr(parts["core_attn"], name)
+        products_s = sum(getattr(part, name) for key, part in parts.items() if key != "moe_act") - attention_s
+        tensor_s = exposed_s(reduce_s, products_s, 1 / its.tp) if tensor else reduce_s
+        context_s = exposed_s(ring_s, attention_s * (its.cp - 1) / its.cp, 0.0)
+        sent_s = exposed_s(experts_s, products_s + attention_s, 1 / its.microbatches) if hidden else experts_s
+        found.append(tensor_s + context_s + sent_s)
+    return found[0], found[1]
+
+
+def transfers_hold(its: Parallel, measured: bool) -> bool:
+    """Return True if transfers are beside passes and take of their processors; measured passes have that in them."""
+    return its.chunks > 1 and not measured
+
+
+def with_transfers(
+    its: Parallel, stages: Sequence[StageCost], layout: Layout, times: Mapping[Route, int]
+) -> list[StageCost]:
+    """Return passes with what transfers beside them take of their processors; each receives and sends one thing."""
+    pp, placement = its.pp, its.placement
+    sent = [0] * (len(stages) + 1)  # to each virtual stage from the one before it
+    for at, (source, rank) in enumerate(itertools.pairwise(placement), 1):
+        if source != rank:
+            link, back = (source, 0) if (source + 1) % pp == rank else (rank, 1)
+            sent[at] = max(times[row[link][back]] for row in layout.replicas)
+    found = []
+    for cost, before, behind in zip(stages, sent, sent[1:], strict=False):
+        held = round(HELD * (before + behind))
+        found.append(replace(cost, forward_ns=cost.forward_ns + held, backward_ns=cost.backward_ns + held))
+    return found
