@@ -12,7 +12,9 @@ as long as 300 launches; ``STEP_LAUNCHES`` to those of NVIDIA's functional tests
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron.fill.pipeline.costs import StageCost
 from megatron.fill.wings.mainjob.analytic import cost_of, layers_again
@@ -85,7 +87,8 @@ class _Roofline:
         return Part(forward_bytes / self.bandwidth, backward_bytes / self.bandwidth)
 
 
-def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) -> dict[str, Part]:
+@lru_cache(maxsize=16)  # all stages of a layout ask for them
+def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) -> Mapping[str, Part]:
     """Return a layer's parts: ``rest``, and those that selective recomputation may name; ``moe`` has ``moe_act``."""
     roof, size = _roofline(gpu, its, efficiency, model.kernels.fp8), sizes(model, its)
     tokens = its.microbatch * model.sequence / its.cp
@@ -214,7 +217,7 @@ def stage_cost(
     return cost_of(layers * forward + ends.forward_s, layers * backward + again_s + ends.backward_s, weights_s)
 
 
-def _again_s(parts: dict[str, Part], its: Parallel, exchange_s: float) -> float:
+def _again_s(parts: Mapping[str, Part], its: Parallel, exchange_s: float) -> float:
     """Return the seconds of what selective recomputation computes again; the shared experts are a part of ``moe``."""
     inner = its.computes_again("moe" if "moe" in parts else "mlp")
     named = {name for name in parts if its.computes_again(name)} | ({"shared_experts"} if inner else set())
