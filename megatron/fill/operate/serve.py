@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -157,22 +157,34 @@ def trace(collected: Collected, segment: Path) -> None:
     waiting: list[tuple[LiveRank, Sample]] = []
     while True:
         try:
-            early, waiting = waiting, []
-            traced: dict[int, dict[int, TracedStep]] = {}
-            for rank, sample in [*early, *collected.samples()]:
-                if rank.info.rank not in traced:
-                    traced[rank.info.rank] = traced_steps(segment, rank.info.rank)
-                steps = traced[rank.info.rank]
-                step = steps.get(sample.iteration)
-                # The account, which is another file, may name this iteration only now: by the next look it does.
-                behind = step is None and bool(steps) and sample.iteration > max(steps)
-                if behind and (rank, sample) not in early:
-                    waiting.append((rank, sample))
-                    continue
+            linked, waiting = link(segment, waiting, collected.samples())
+            for rank, sample, step in linked:
                 spans.add(rank, sample, step)
         except Exception:  # a record that cannot be read now must not end them for good
             logger.exception("spans cannot be sent now")
         time.sleep(_LOOK_S)
+
+
+def link(
+    segment: Path, waiting: Sequence[tuple[LiveRank, Sample]], new: Sequence[tuple[LiveRank, Sample]]
+) -> tuple[list[tuple[LiveRank, Sample, TracedStep | None]], list[tuple[LiveRank, Sample]]]:
+    """Return samples with the training's own spans of them, and those of ``new`` that wait for theirs.
+
+    The accounts, which name the spans, are other files than the samples', and may be behind; by the next look they are
+    not, so no sample waits twice.
+
+    Args:
+        waiting: the samples that waited at the last look.
+    """
+    traced = {number: traced_steps(segment, number) for number in {rank.info.rank for rank, _ in (*waiting, *new)}}
+    linked, behind = [(rank, sample, traced[rank.info.rank].get(sample.iteration)) for rank, sample in waiting], []
+    for rank, sample in new:
+        steps = traced[rank.info.rank]
+        if steps and sample.iteration > max(steps):
+            behind.append((rank, sample))
+        else:
+            linked.append((rank, sample, steps.get(sample.iteration)))
+    return linked, behind
 
 
 def traced_steps(segment: Path, rank: int) -> dict[int, TracedStep]:

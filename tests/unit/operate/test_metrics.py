@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,15 @@ import pytest
 from megatron.fill.account import Account
 from megatron.fill.given.settings import load_settings
 from megatron.fill.operate.spec import OTLP, MetricsSpec
-from megatron.fill.records import AccountWriter, begin_segment, rank_file, read_segments, write_agent, write_rank
+from megatron.fill.records import (
+    AccountWriter,
+    TracedStep,
+    begin_segment,
+    rank_file,
+    read_segments,
+    write_agent,
+    write_rank,
+)
 from megatron.fill.store import open_store
 from megatron.fill.types import BrakeEvent
 from megatron.fill.work import NewJob, Work
@@ -36,7 +45,7 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from megatron.fill.operate.metrics import RunMetrics  # noqa: E402
-from megatron.fill.operate.serve import Collected, handler, read_token, traced_steps  # noqa: E402
+from megatron.fill.operate.serve import Collected, handler, link, read_token, traced_steps  # noqa: E402
 from megatron.fill.operate.spans import RunSpans, StepSpans, sample_every  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -356,6 +365,30 @@ def test_an_iteration_is_linked_to_the_span_that_the_training_itself_made_of_it(
         expected = [(own[iteration].trace_id, own[iteration].span_id)] if iteration in (2, 4) else []
         assert [(one.trace_id, one.span_id) for one in its] == expected
     assert {span.attributes["pipefill.run"] for span in made} == {str(segment)}
+
+
+def test_a_sample_waits_one_look_for_an_account_that_is_behind(run):
+    segment, info = run / "records" / "1", synthetic_run()[0][0].info
+
+    def traced(*iterations: int) -> None:
+        steps = deque(TracedStep(iteration, "a" * 32, "b" * 16) for iteration in iterations)
+        AccountWriter(segment, info, Account(), lambda: True, steps).close()
+
+    samples = [(rank, sample) for rank, sample in sampled(run, 2) if rank.info.rank == info.rank]
+    numbers = [sample.iteration for _, sample in samples]
+    assert len(numbers) > 3
+    found, behind = link(segment, [], samples)  # nobody traces
+    assert ([sample.iteration for _, sample, _ in found], behind) == (numbers, [])
+    traced(*numbers[:2])
+    found, behind = link(segment, [], samples)
+    assert [(sample.iteration, step is not None) for _, sample, step in found] == [(at, True) for at in numbers[:2]]
+    assert behind == samples[2:]
+    traced(*numbers[:3])
+    found, behind = link(segment, behind, [])
+    assert [(sample.iteration, step is not None) for _, sample, step in found] == [
+        (at, at == numbers[2]) for at in numbers[2:]
+    ]
+    assert behind == []
 
 
 def test_samples_are_told_once_and_none_unless_asked_for(run):
