@@ -121,7 +121,7 @@ def die(folder: Path, fates: Sequence[Fate], checkpoint_s: float = 1.0, seed: in
 
 def _fills(running: Running, died_ns: int) -> int:
     """Wait until both jobs have done a step since then; return when bubbles could first be predicted."""
-    running.wait(lambda: sum(" iteration " in line for line in running.output) >= _WARMUP)
+    running.wait(lambda: running.iterations >= _WARMUP)
     ready_ns = time.monotonic_ns()
     running.wait(lambda: all(times and times[-1] > died_ns for times in _steps(running)))
     return ready_ns

@@ -13,13 +13,7 @@ from tests.support.waiting import until
 
 ITERATIONS = 12
 SAVES = "--save {folder}/model --load {folder}/model --save-interval 4 --ckpt-format torch"
-
-
 CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
-
-
-def iterations(running: Running) -> int:
-    return sum(" iteration " in line for line in running.output)
 
 
 def go_on(running: Running, steps: int) -> None:
@@ -44,7 +38,7 @@ def test_jobs_go_on_until_the_ranks_are_back_and_the_losses_stay_the_same(tmp_pa
     second = None
     try:
         first.wait_for_jobs({"one": stepped, "two": stepped})
-        first.wait(lambda: iterations(first) >= 6)
+        first.wait(lambda: first.iterations >= 6)
         os.kill(first.ranks()[1], signal.SIGKILL)
         first.process.wait(60)
         go_on(first, 20)
@@ -53,7 +47,7 @@ def test_jobs_go_on_until_the_ranks_are_back_and_the_losses_stay_the_same(tmp_pa
         keepers = processes("agent.keeper", str(folder))
         assert len(keepers) == 2
         second = Running(folder, flags)
-        second.wait(lambda: iterations(second) >= ITERATIONS - 4)
+        second.wait(lambda: second.iterations >= ITERATIONS - 4)
         assert not keepers.keys() & processes("agent.keeper", str(folder)).keys()
         go_on(first, 1)
         trained = second.end()

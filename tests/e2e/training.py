@@ -228,6 +228,11 @@ class Running:
 
         until(met, seconds, every_s=0.1, late=lambda: str([(job.name, job.state, job.reason) for job in self._jobs()]))
 
+    @property
+    def iterations(self) -> int:
+        """The number of iterations that it has told of."""
+        return sum(" iteration " in line for line in self.output)
+
     def _jobs(self) -> list[Job]:
         return [] if self._store is None else self._store.list()
 
@@ -275,7 +280,7 @@ def train_until(
     running = Running(folder, flags, **kwargs)
     try:
         running.wait_for_jobs(expected)
-        running.wait(lambda: sum(" iteration " in line for line in running.output) >= iterations)
+        running.wait(lambda: running.iterations >= iterations)
         return running.end()
     finally:
         running.process.kill()

@@ -178,7 +178,7 @@ class Trial:
         )
         missing = "it hangs"
         try:
-            running.wait(lambda: sum(" iteration " in line for line in running.output) >= iterations, self.limit_s)
+            running.wait(lambda: running.iterations >= iterations, self.limit_s)
             missing = f"it goes on, and the jobs of a rank did not step within {self.limit_s:.0f} s"
             running.wait_for_jobs(expected, self.limit_s)
             missing = "it does not end"
