@@ -7,11 +7,12 @@ in the barrier with which ``--timing-log-level 1`` begins a schedule.
 All functions of ``torch.distributed`` end, also if imported, in methods of two classes, ``ProcessGroup`` and ``Work``.
 So these methods are wrapped: a blocking call is a bubble from before it is posted, and an asynchronous one is a bubble
 during its ``wait``.  A send or receive between passes is to another stage, whatever its group: a bridge between the
-modules of a pipeline has a group that no stage knows.  Collectives inside a pass or within one stage (data or tensor
-parallel) open no pipeline bubble; the account of the rank's time has them under the name of their group.  Those in a
-checkpoint's save, where a rank waits for the others to have written, and those within a stage between an iteration's
-passes are bubbles of their own kinds.  Functional
-collectives, which torch dispatches in C++, are not intercepted.
+modules of a pipeline has a group that no stage knows.
+
+Collectives inside a pass or within one stage (data or tensor parallel) open no pipeline bubble; the account of the
+rank's time has them under the name of their group.  Two sorts of them are bubbles of kinds of their own: ``SAVE`` for
+those in a checkpoint's save, where a rank waits for the others to have written, and ``GROUP`` for those within a stage
+between an iteration's passes.  Functional collectives, which torch dispatches in C++, are not intercepted.
 """
 
 from __future__ import annotations

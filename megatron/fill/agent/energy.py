@@ -10,12 +10,12 @@ class EnergyShare:
     """The part of a device's energy for the time that one job had it.
 
     A counter is too slow for single bubbles, so the energy between two looks is divided by time: the job has the part
-    in which its steps ran inside bubbles, and the training the rest.  Parts of jobs that share a device never exceed
+    in which its steps had the device, and the training the rest.  Parts of jobs that share a device never exceed
     the whole.
 
     Args:
         read: returns the device's counter in J, None if there is none.
-        had_ns: returns the steps' time in ns so far in this attempt, without that outside bubbles.
+        had_ns: returns the time in ns for which this attempt's steps have had the device (``StepLog.device_ns``).
         clock_ns: a monotonic clock.
 
     Attributes:

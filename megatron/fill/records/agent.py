@@ -64,13 +64,16 @@ class AgentFile:
 
 
 def forgets(unrecorded_ns: int, first_seq: int, older_uses: int, seq: int) -> bool:
-    """True if an attempt has harvested in bubbles up to one, and its record no longer says how much.
+    """True if the record of an attempt has left out uses of bubbles up to ``seq``, and harvest with them.
+
+    A record keeps the latest uses.  Those before were in earlier bubbles, each in another, so the first of them was in
+    the bubble ``first_seq - older_uses`` or one before it.
 
     Args:
-        unrecorded_ns: harvest of the attempt that is in none of its recorded uses.
+        unrecorded_ns: harvest of the attempt in ns that is in none of its recorded uses.
         first_seq: number of the bubble of its first recorded use; 0 if it has none.
         older_uses: number of its uses before that.
-        seq: number of the bubble.
+        seq: number of the last bubble in question.
     """
     return unrecorded_ns > 0 and first_seq - older_uses <= seq
 
