@@ -48,8 +48,7 @@ class JobMapping:
         self._lock = threading.Lock()
         self._failed = False
         self._held: int | None = None  # the descriptor of the lock, which no child inherits
-        self._update(_is_ours)
-        self.keep()
+        self._update(_is_ours, others_too=True)
 
     @contextlib.contextmanager
     def shown(self, job: str) -> Iterator[None]:

@@ -82,20 +82,26 @@ def test_agents_that_share_a_gpu_do_not_lose_each_others_lines(path):
     assert not path.exists()
 
 
-KILLED = """
-import os, signal, sys
+# An agent that does not end by itself while its standard input is open, so that no failed test waits for it.
+LIVES = """
+import sys
 from pathlib import Path
 from megatron.fill.agent.jobmapping import JobMapping
 with JobMapping(Path(sys.argv[1])).shown("killed-1"):
     print("shown", flush=True)
-    signal.pause()
+    sys.stdin.read()
 """
+
+
+def agent_of(path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", LIVES, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def test_what_a_killed_agent_left_goes_when_another_one_of_the_node_looks(path):
     path.write_text("17\n")
     other = JobMapping(path.with_name("0"))
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as agent:
+    with agent_of(path) as agent:
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"shown\n"
         with other.shown("pi-1"):
@@ -112,9 +118,9 @@ def test_what_a_killed_agent_left_goes_when_another_one_of_the_node_looks(path):
 
 
 def test_the_next_agent_of_any_gpu_removes_what_is_left(path):
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as agent:
+    with agent_of(path) as agent:
         assert agent.stdout is not None
-        agent.stdout.readline()
+        assert agent.stdout.readline() == b"shown\n"
         agent.kill()
     assert path.exists()
     JobMapping(path.with_name("0"))
