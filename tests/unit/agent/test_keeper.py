@@ -35,8 +35,11 @@ path, keeper, dead = sys.argv[1:]
 host.die_with_parent(int(keeper))
 spec = AgentSpec.from_json(Path(path).read_text())
 gate = SharedGateReader(spec.gate_fd)
-ControlWatcher(ControlPage(spec.control_fd), lambda state: None).start()
 cycle, seen = CycleBoardReader(spec.board_fd).read(), Path(spec.run_dir) / "seen"
+def act(state):
+    while seen.with_name("slow").exists():
+        time.sleep(0.01)
+ControlWatcher(ControlPage(spec.control_fd), act).start()
 while (bubble := gate.wait(0)) is None and not gate.ended:
     pass
 free = all(slot.free_bytes > 1 << 40 for slot in cycle.slots)
@@ -161,7 +164,11 @@ def test_it_leaves_after_pipefill_kill_and_not_before_its_agent_has_heard(kept):
     agent = kept.die()
     [page] = find_pages(kept.folder)
     assert (page.rank, page.pid, page.agent) == (3, kept.keeper.pid, agent)
+    (kept.folder / "slow").touch()
     page.change(RunState.KILLED)
+    with pytest.raises(subprocess.TimeoutExpired):
+        kept.keeper.wait(0.5)
+    (kept.folder / "slow").unlink()
     assert kept.gone(agent)
     assert page.acknowledged
     assert kept.in_order

@@ -181,6 +181,11 @@ def test_without_noise_probes_become_rare_with_every_pair_from_the_second_on():
     assert [at for at in range(1024) if not filled[at] and filled[at - 1]] == [8, 24, 56, *range(120, 1024, 128)]
 
 
+def test_before_jobs_settle_probes_become_rare_only_after_four_pairs():
+    filled = Training(first=0, settled=1024).run(np.zeros(128)).filled
+    assert [at for at in range(128) if not filled[at] and filled[at - 1]] == [8, 24, 40, 56, 88, 120]
+
+
 def test_what_was_measured_before_jobs_settled_does_not_delay_the_brake():
     for seed in range(10):
         slow = Training(lambda guard_ns, number: 0.02 * (number >= 160), settled=160)

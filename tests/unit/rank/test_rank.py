@@ -153,6 +153,17 @@ def test_paired_blocks_begin_after_a_while_whatever_the_jobs_do():
     assert blocks == [-1] * (2 + MOST_SETTLING) + [MOST_SETTLING // 10] * 10
 
 
+def test_the_brake_is_told_once_that_jobs_have_settled(monkeypatch):
+    switch, brake = Switch(settled=False), Brake(0.01, 0)
+    drive = Drive(make(FakeGate(), control=switch, brake=brake))
+    told: list[int] = []
+    monkeypatch.setattr(brake, "jobs_settled", lambda: told.append(drive.number))
+    for number in range(1, 9):
+        switch.settled = number > 5
+        drive.iteration(20)
+    assert told == [6]
+
+
 def test_a_drift_favours_neither_kind_of_block_and_the_warm_up_is_without():
     assert [block for block in range(-1, 12) if fills_block(block)] == [0, 3, 4, 7, 8, 11]
 
