@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron.fill.linux.tree import OWN, Process, WorkerTree, children, descendants, read_process
 
@@ -30,13 +30,13 @@ def end_all(
         at_once: kills all processes that it can with one call (``cgroup.kill``).
         more: returns pids of further processes of the worker.
     """
-    return _end(lambda: tree.look(more()), tree.groups, budget_s, at_once)
+    return _end(lambda: tree.look(more()), budget_s, _collect, tree.groups, at_once)
 
 
 def end_descendants() -> None:
     """Kill and reap all orphans that this process adopted, however they fork."""
     # They may have joined any process group of the session, so no group gets a signal.
-    _end(_orphans, lambda processes: set(), _WITHIN_S, lambda: None)
+    _end(_orphans, _WITHIN_S, _collect)
 
 
 def end_below(pid: int, budget_s: float) -> bool:
@@ -45,35 +45,29 @@ def end_below(pid: int, budget_s: float) -> bool:
     Args:
         budget_s: as in ``end_all``.
     """
-
-    def look() -> list[Process]:
-        found = [read_process(one) for one in descendants(pid)]
-        return [process for process in found if process is not None and process.alive]
-
-    return _end(look, lambda processes: set(), budget_s, lambda: None, collect=lambda: None)
+    return _end(lambda: _alive(descendants(pid)), budget_s, collect=lambda: None)
 
 
 def _end(
     look: Callable[[], list[Process]],
-    groups: Callable[[list[Process]], set[int]],
     budget_s: float,
-    at_once: Callable[[], None],
-    collect: Callable[[], None] | None = None,
+    collect: Callable[[], None],
+    groups: Callable[[list[Process]], set[int]] = lambda processes: set(),
+    at_once: Callable[[], None] = lambda: None,
 ) -> bool:
     """Stop all processes, then kill them: a stopped process does not fork, so even a fork bomb is a finite set.
 
     Args:
         look: returns the processes to kill that are alive now.
-        groups: returns those of their process groups that hold no other process.
         budget_s: as in ``end_all``.
+        collect: reaps those that have died and are children of this process.
+        groups: returns those of their process groups that hold no other process.
         at_once: as in ``end_all``.
-        collect: reaps the dead; None for the orphans that this process adopted.
 
     Returns:
         True if all are gone.
     """
     end_s = time.monotonic() + budget_s
-    collect = collect or _collect
     empty = 0
     while True:
         at_once()
@@ -112,7 +106,11 @@ def _stop_all(
 def _orphans() -> list[Process]:
     """The living orphans that this process adopted, and their descendants."""
     came = [child for child in children(os.getpid()) if _came(read_process(child))]
-    found = [read_process(pid) for child in came for pid in (child, *descendants(child))]
+    return _alive(pid for child in came for pid in (child, *descendants(child)))
+
+
+def _alive(pids: Iterable[int]) -> list[Process]:
+    found = [read_process(pid) for pid in pids]
     return [process for process in found if process is not None and process.alive]
 
 
