@@ -69,6 +69,12 @@ class Timed:
     measured_s: float
 
     @property
+    def name(self) -> str:
+        """Its model and layout."""
+        its, model = self.parallel, self.training.model
+        return f"{model.layers} layers, {model.hidden} wide; tp {its.tp}, pp {its.pp}, micro-batch {its.microbatch}"
+
+    @property
     def taught(self) -> bool:
         """True if a constant was learned from it."""
         its, model = self.parallel, self.training.model
@@ -138,6 +144,9 @@ def measure_gpu_time(folder: Path) -> dict[str, Any]:
 
 def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
     ratios = [one.predicted_s() / one.measured_s - 1 for one in rows]
+    by_tensor: dict[int, list[float]] = defaultdict(list)
+    for one, ratio in zip(rows, ratios, strict=True):
+        by_tensor[one.parallel.tp].append(abs(ratio))
     with patch.multiple(latency, stage_cost=stage_cost, STEP_LAUNCHES=0):
         simulated = [one.predicted_s(efficiency=_ONE_EFFICIENCY) / one.measured_s - 1 for one in rows]
     choices = _choices(rows)
@@ -147,7 +156,9 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
         "rows": len(rows),
         "mean": fmean(map(abs, ratios)),
         "mean_by_one_efficiency": fmean(map(abs, simulated)),
+        **{f"mean_tp{tp}": fmean(errors) for tp, errors in sorted(by_tensor.items())},
         "lowest": min(ratios),
+        "lowest_is": rows[ratios.index(min(ratios))].name,
         "highest": max(ratios),
         "choices": len(lost),
         "within_3_percent": fmean(its <= _CLOSE for its in lost) if lost else None,

@@ -125,7 +125,9 @@ def test_measured_times_are_compared_and_choices_between_layouts_judged(tmp_path
         "rows": 2,
         "mean": 0,
         "mean_by_one_efficiency": pytest.approx(found["small"]["mean_by_one_efficiency"]),
+        "mean_tp1": 0,
         "lowest": 0,
+        "lowest_is": "4 layers, 64 wide; tp 1, pp 2, micro-batch 1",
         "highest": 0,
         "choices": 1,
         "within_3_percent": 1,
@@ -152,6 +154,7 @@ def test_trainings_over_nodes_and_those_that_a_constant_was_learned_from_are_apa
     assert found["small_taught"]["rows"] == 1
     assert found["over_nodes"]["rows"] == 5  # of six; the other one has tensor parallelism over nodes
     assert found["over_nodes"]["mean"] < 0.5
+    assert {"mean_tp1", "mean_tp2"} < found["over_nodes"].keys()
 
 
 _OVER_NODES = ((1, 1, 2400), (2, 1, 2300), (1, 2, 2500), (2, 2, 2450), (4, 1, 2350), (1, 16, 9000))

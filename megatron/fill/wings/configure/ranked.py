@@ -14,9 +14,9 @@ from megatron.fill.wings.configure.space import padded
 from megatron.fill.wings.configure.value import Valued
 from megatron.fill.wings.mainjob.hardware import GIB
 
-# By how much predictions are off on average (docs/configure.md): blind ones from a measured profile; without one, the
-# ratio of two layouts on 64 to 512 A100, one predicted to be the fastest and the other up to 10% slower: ``ratio_mean``
-# of scripts/benchmarks/configure_gpu_time.py.
+# By how much predictions are off on average (docs/benchmarks/configure.json): blind ones from a measured profile,
+# ``blind_mean``; without one, the ratio of two layouts on 64 to 512 A100, one predicted to be the fastest and the other
+# up to 10% slower, ``ratio_mean`` of ``over_nodes``.
 ERROR, MODEL_ERROR = 0.013, 0.053
 _LEAST_S, _LEAST_GIB, _LEAST_GPUS = 0.00005, 0.05, 0.005  # smaller differences are not named
 
