@@ -150,7 +150,7 @@ def test_jobs_of_a_file_fill(folder):
         ({"gpux": 1}, "unknown field gpux"),
         ({"gpu": ...}, "gpu is missing"),
         ({"gpu": OWN | {"sustained": 0}}, r"c.yaml, line \d+: gpu: sustained is 0.0; expected more than 0"),
-        ({"gpu": OWN | {"flash_attention": -1}}, "gpu: flash_attention is -1.0; expected a share, not negative"),
+        ({"gpu": OWN | {"flash_attention": -1}}, "gpu: flash_attention is -1.0; expected a share from 0 to 1"),
         ({"intra_node_share": 7}, "intra_node_share is 7: expected less than or equal to 1"),
     ],
 )

@@ -86,10 +86,11 @@ def test_an_impossible_gpu_is_refused_by_field(field, value):
         replace(A100, **{field: value})
 
 
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
-def test_flash_attention_is_a_share_or_none(value):
-    with pytest.raises(ValueError, match=f"flash_attention is {value}; expected a share, not negative"):
-        replace(A100, flash_attention=value)
+@pytest.mark.parametrize(("field", "values"), [("flash_attention", (-1, 1.5, float("nan"))), ("sustained", (1.5, 2))])
+def test_shares_of_a_gpu_are_at_most_1(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{field} is {value}; expected a share from 0 to 1"):
+            replace(A100, **{field: value})
 
 
 @pytest.mark.parametrize(("field", "value"), [("gpus_per_node", 0), ("inter_node_bytes_s", -1), ("latency_s", -1)])

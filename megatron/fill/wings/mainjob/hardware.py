@@ -38,8 +38,10 @@ class GpuKind:
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s", "sustained"):
             _check_positive(name, getattr(self, name))
-        if not (isfinite(self.flash_attention) and self.flash_attention >= 0):
-            raise ValueError(f"flash_attention is {self.flash_attention}; expected a share, not negative")
+        for name in ("flash_attention", "sustained"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}; expected a share from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
