@@ -68,6 +68,7 @@ setup(
         "dev": [
             "pipefill[tasks,models,json,lora,postgres,metrics,page,docs]",
             "hypothesis",
+            "kubeflow-trainer-api",
             "mypy",
             "psutil",
             "pytest",

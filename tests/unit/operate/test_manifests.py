@@ -45,7 +45,7 @@ def unknown(given: object, kept: object, at: str = "") -> list[str]:
 
 
 def test_it_is_what_the_schema_of_jobset_says():
-    api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs pip install kubeflow-trainer-api")
+    api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the extra dev")
 
     def left_out(content: dict) -> list[str]:  # wrong types and values are refused, unknown fields are dropped
         return unknown(content, api.JobsetV1alpha2JobSet.from_dict(content).to_dict())
