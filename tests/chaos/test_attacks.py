@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.agent import warden
-from megatron.fill.agent.warden import Warden
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.store import open_store
 from megatron.fill.work import NewJob, Work
@@ -73,8 +71,6 @@ def test_only_processes_of_the_same_run_are_found(tmp_path, rank):
 def test_agents_and_wardens_are_found_by_the_command_lines_that_they_are_started_with(tmp_path, monkeypatch):
     """After a rename, outdated names would find no process, and every attack on agents would seem refused."""
     spec = tmp_path / "run" / "agents" / "spec0.json"
-    spec.parent.mkdir(parents=True)
-    spec.write_text(json.dumps({"rank": 0, "parent": os.getpid(), "gate_fd": 0}))
     start = subprocess.Popen
 
     def popen(command: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
@@ -83,10 +79,7 @@ def test_agents_and_wardens_are_found_by_the_command_lines_that_they_are_started
         return start(words, stdin=subprocess.DEVNULL)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    try:
-        agent = Warden(spec, 1.0)._start()
-    finally:
-        signal.set_wakeup_fd(-1)
+    agent = warden.start_agent(spec, "", ())
     guard = popen([sys.executable, "-m", warden.__name__, str(spec)])
     try:
         await_word(agent.pid, str(spec))

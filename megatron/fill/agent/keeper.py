@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.turn import DeviceTurn, turn_file
-from megatron.fill.agent.warden import END_S
+from megatron.fill.agent.warden import END_S, start_agent
 from megatron.fill.folders import AGENTS, BETWEEN
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
@@ -104,11 +104,7 @@ class Keeper:
             note = control.announce(Path(spec.run_dir), board.fd)
             path.touch(mode=0o600)
             path.write_text(spec.to_json(), encoding="utf-8")
-            agent = subprocess.Popen(
-                [sys.executable, "-m", "megatron.fill.agent.agent", str(path), str(os.getpid()), self.dead],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd),
-            )
+            agent = start_agent(path, self.dead, (spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd))
             return self._stay(gate, agent, control, turn)
         finally:
             gate.end()

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ _DYING_S = 1.0  # ... for a rank to die, of one thread of which the kernel has t
 _LOOK_S = 0.02
 
 
+def start_agent(spec_path: Path, dead: str, descriptors: Collection[int]) -> subprocess.Popen[bytes]:
+    """Start an agent as a child of this process.
+
+    Args:
+        spec_path: its spec file.
+        dead: pids of earlier agents, whose jobs it gives back, with commas between them.
+        descriptors: those of the pages that the spec names.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron.fill.agent.agent", str(spec_path), str(os.getpid()), dead],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+    )
+
+
 class Warden:
     """Keeps one agent alive until the training is over.
 
@@ -50,7 +66,7 @@ class Warden:
         self.rank: int = spec["rank"]
         self.parent: int = spec["parent"]
         self.descriptors = [value for name, value in spec.items() if name.endswith("_fd")]
-        self.dead: list[int] = []  # pids of earlier agents, whose jobs are to be given back
+        self.dead: list[str] = []  # pids of earlier agents, whose jobs are to be given back
         self._turn = _turn(spec) if spec.get("between_s") else None  # None: no keeper follows
         self._rank_fd = None if self._turn is None else os.pidfd_open(self.parent)
         self._continue_s = continue_s
@@ -62,11 +78,11 @@ class Warden:
     def run(self) -> None:
         """Serve until an agent exits with 0, which it does when the training is over."""
         while not self._ending:
-            agent, began_s = self._start(), time.monotonic()
+            agent, began_s = start_agent(self.spec_path, ",".join(self.dead), self.descriptors), time.monotonic()
             code = self._watch(agent)
             end_descendants()
             if code:
-                self.dead.append(agent.pid)
+                self.dead.append(str(agent.pid))
             if code == 0 or self._ending:
                 break
             if time.monotonic() - began_s > _HEALTHY_S:
@@ -81,14 +97,6 @@ class Warden:
         """Handle a signal: the rank has ended, or asks for the end."""
         self._ending = True
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        dead = ",".join(map(str, self.dead))
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron.fill.agent.agent", str(self.spec_path), str(os.getpid()), dead],
-            stdin=subprocess.DEVNULL,
-            pass_fds=self.descriptors,
-        )
-
     def _leave_to_keeper(self, turn: DeviceTurn, rank_fd: int) -> None:
         """Start a keeper, unless somebody has ended the warden of a rank that goes on, or another rank has come."""
         end_s = time.monotonic() + _DYING_S
@@ -97,9 +105,9 @@ class Warden:
                 return
             self._woken.wait(_LOOK_S)
         self._hold()
-        if select.select([rank_fd], [], [], 0)[0] and turn.wanted:  # before, it may be its own rank's lock
+        if self._rank_released and turn.wanted:  # before, it may be its own rank's lock
             return
-        dead = ",".join(map(str, self.dead))
+        dead = ",".join(self.dead)
         keeper = subprocess.Popen(
             [sys.executable, "-m", "megatron.fill.agent.keeper", str(self.spec_path), str(rank_fd), dead],
             stdin=subprocess.DEVNULL,
@@ -113,9 +121,12 @@ class Warden:
 
     @property
     def _rank_gone(self) -> bool:
-        """True if the rank is dying or dead; its descriptor tells of that only once its memory is released."""
-        if os.getppid() != self.parent:
-            return True
+        """True if the rank is dying or dead."""
+        return os.getppid() != self.parent or self._rank_released
+
+    @property
+    def _rank_released(self) -> bool:
+        """True if the rank is dead and its memory released."""
         return self._rank_fd is not None and bool(select.select([self._rank_fd], [], [], 0)[0])
 
     def _hold(self) -> None:
