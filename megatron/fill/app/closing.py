@@ -29,6 +29,10 @@ from megatron.fill.types import JobState, RankInfo
 
 logger = logging.getLogger("pipefill")
 
+_RANK_BYTES, _ALL_BYTES = 4 << 20, 128 << 20  # limits of unwritten records, for one rank and for all together
+_COUNT, _OF_RANK = "pipefill/unwritten", "pipefill/unwritten/{}"  # keys in the process group's store
+_MOST_S = 20.0  # timeout of a request to that store
+
 
 @contextlib.contextmanager
 def kept(lost: str) -> Iterator[None]:
@@ -103,11 +107,6 @@ def measure_alone(session: Session | None, of: int, seconds: float) -> None:
             time.sleep(seconds)
     if of:
         dist.barrier()  # so that no rank stops its jobs while others measure
-
-
-_RANK_BYTES, _ALL_BYTES = 4 << 20, 128 << 20  # limits for one rank, and for all together
-_COUNT, _OF_RANK = "pipefill/unwritten", "pipefill/unwritten/{}"
-_MOST_S = 20.0  # timeout of a request to the store
 
 
 def hand_in(rank: int, ranks: int, unwritten: Unwritten) -> None:

@@ -92,7 +92,7 @@ class TailGate:
         return self._gate.closed_ns(seq)
 
     def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
-        return []  # bubbles that the resident job was not done with
+        return []  # each was the resident job's first
 
     @property
     def ended(self) -> bool:

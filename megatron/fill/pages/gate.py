@@ -141,7 +141,10 @@ class GateReader(Protocol):
         """The end of bubble ``seq``; None while it is open."""
 
     def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
-        """The number and the length in ns of each bubble after ``seq`` that was over by then; of the last ones only."""
+        """Return the number and the length in ns of each bubble after ``seq`` that was over at ``until_ns``.
+
+        Those more than 32 before the latest bubble are left out.
+        """
 
     @property
     def ended(self) -> bool:

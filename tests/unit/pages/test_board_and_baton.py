@@ -71,6 +71,14 @@ def test_without_a_resident_job_the_tail_job_gets_every_bubble():
     assert bubble.seq == seq
 
 
+def test_no_whole_bubble_was_the_tail_jobs():
+    pair = Pair()
+    pair.open()
+    pair.gate.close(time.monotonic_ns())
+    assert len(pair.resident.over_since(0, time.monotonic_ns())) == 1
+    assert pair.tail.over_since(0, time.monotonic_ns()) == []
+
+
 def test_the_tail_job_waits_until_the_bubble_is_passed_on():
     pair = Pair()
     pair.baton.hold()
