@@ -132,7 +132,7 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     reason = "CUDA is left alone" if torch.cuda.is_available() else "no CUDA device"
     placed = _placed(ranks_here(1))
-    _pin_until_closed(stack, local_rank(0))
+    _pin_until_closed(stack, local_rank())
     cpu_torch.install(stack)
     cpu_gloo.install(stack)
     cpu_processes.install(stack)

@@ -51,7 +51,7 @@ def _rank_info() -> RankInfo:
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank(rank % local_world_size),
+        local_rank=local_rank(rank, world_size),
         local_world_size=local_world_size,
         node=int(os.environ.get("GROUP_RANK") or rank // local_world_size),
         nodes=int(os.environ.get("GROUP_WORLD_SIZE") or max(1, world_size // local_world_size)),

@@ -10,9 +10,14 @@ def ranks_here(otherwise: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or otherwise)
 
 
-def local_rank(otherwise: int) -> int:
-    """Return the number of this rank on its node, from 0; ``otherwise`` if it is unknown."""
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or otherwise)
+def local_rank(rank: int = 0, ranks: int = 1) -> int:
+    """Return the number of this rank on its node, from 0.
+
+    Args:
+        rank: its number among all ranks, which decides if the launcher does not say more.
+        ranks: number of all ranks.
+    """
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank % ranks_here(ranks))
 
 
 def cores_by_srun() -> int:

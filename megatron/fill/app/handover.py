@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 from megatron.fill.agent.turn import DeviceTurn, take
+from megatron.fill.app.placing import world_size
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
-from megatron.fill.launcher import local_rank, ranks_here
+from megatron.fill.launcher import local_rank
 
 logger = logging.getLogger("pipefill")
 
@@ -36,7 +37,7 @@ def take_turn(run_dir: Path) -> DeviceTurn | None:
     """
     rank = int(os.environ.get("RANK") or 0)
     began_s = time.monotonic()
-    turn, found = take(run_dir, local_rank(rank % ranks_here(int(os.environ.get("WORLD_SIZE") or 1))))
+    turn, found = take(run_dir, local_rank(rank, world_size()))
     if found:
         logger.info("rank %d waited %.1f s for the jobs of an earlier start", rank, time.monotonic() - began_s)
     return turn

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron.fill.launcher import ranks_here
+from megatron.fill.launcher import local_rank, ranks_here
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: a store is served at MASTER_ADDR, every rank is a client
 
@@ -51,10 +51,9 @@ class Place:
 def _keep_place(physical: int, ranks: int) -> None:
     """Set ``LOCAL_RANK`` and ``GROUP_RANK`` if the launcher has not: the new rank does not imply them."""
     here = ranks_here(ranks)
-    local = os.environ.get("SLURM_LOCALID") or str(physical % here)
-    for name, value in (("LOCAL_RANK", local), ("GROUP_RANK", str(physical // here))):
+    for name, value in (("LOCAL_RANK", local_rank(physical, ranks)), ("GROUP_RANK", physical // here)):
         if not os.environ.get(name):
-            os.environ[name] = value
+            os.environ[name] = str(value)
 
 
 def _serve(physical: int) -> Any:

@@ -75,7 +75,7 @@ def measure(
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
-    place = Place(socket.gethostname(), local_rank(0))
+    place = Place(socket.gethostname(), local_rank())
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a peer that is gone is an error, not the watchdog's abort
     limit = timedelta(seconds=timeout_s)
