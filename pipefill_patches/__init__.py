@@ -45,9 +45,7 @@ PATCHES: dict[str, Patch] = {
         offload.PATCH,
     )
 }
-
-
-_ADDED: list[str] = []
+_ADDED: list[str] = []  # names of the patches that ``add`` has added
 
 
 def add(patch: Patch, before: str) -> None:
@@ -63,7 +61,8 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the patches that a run with this command line needs.
 
     The CPU backend is included if requested (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or without a CUDA
-    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, and ``free_waits`` on ``--fill-free-waits``.
+    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``free_waits`` on ``--fill-free-waits``, and all that were added
+    (``add``).
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")

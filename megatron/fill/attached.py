@@ -1,4 +1,4 @@
-"""The observers of a training that the patches call: at its start, for offloading, held receives, and its writers.
+"""The observers of a training that the patches call: of its start, offloading, held receives, writers and spans.
 
 Bubbles are reported to the bus instead (``hooks``).
 """

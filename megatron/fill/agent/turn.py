@@ -110,11 +110,11 @@ def take(run_dir: Path, place: int, leave_s: float = LEAVE_S) -> tuple[DeviceTur
     """
     own = turn_file(run_dir, place)
     paths: list[Path] = []
-    with _told(own.parent):
+    with _logged(own.parent):
         paths = _files(own)
     turns = []
     for path in paths:
-        with _told(path):
+        with _logged(path):
             turn = DeviceTurn(path)
             turn.ask()
             turns.append(turn)
@@ -145,7 +145,7 @@ def _await_leave(turns: list[DeviceTurn], leave_s: float) -> bool:
         time.sleep(_LOOK_S)
     end_s = time.monotonic() + _DYING_S
     for turn in there:
-        with _told(turn.path):
+        with _logged(turn.path):
             how = "were killed" if _end(turn, end_s) else "cannot be killed: they may go on beside the training"
             logger.warning("jobs between two trainings did not end within %g s, and %s (%s)", leave_s, how, turn.path)
     return found
@@ -153,13 +153,13 @@ def _await_leave(turns: list[DeviceTurn], leave_s: float) -> bool:
 
 def _served(turn: DeviceTurn) -> bool:
     served = False
-    with _told(turn.path):
+    with _logged(turn.path):
         served = turn.server is not None
     return served
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _logged(path: Path) -> Iterator[None]:
     """Log an OSError of this block: the training starts anyway."""
     try:
         yield
