@@ -17,6 +17,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure import latency, overlap
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.dedicate import MOVES, anneal
+from megatron.fill.wings.configure.details import detailed
 from megatron.fill.wings.configure.energy import Energy
 from megatron.fill.wings.configure.flags import layout_flags, read_flags
 from megatron.fill.wings.configure.latency import bound_ns, iteration, timeline
@@ -203,6 +204,22 @@ def test_the_queues_of_a_gpu_are_one_but_where_only_experts_exchange_is_hidden()
         assert connections([], its) == [line]
 
 
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("--tp-comm-overlap", "tensor"),
+        ("--overlap-grad-reduce", "gradients"),
+        ("--overlap-param-gather", "weights"),
+        ("--overlap-moe-expert-parallel-comm", "experts"),
+    ],
+)
+def test_flags_say_which_exchanges_overlap(flag, name):
+    assert detailed(SMALL, [flag]).kernels.overlaps == Overlaps(**{name: True})
+    local = detailed(SMALL, [flag, "--transformer-impl", "local"]).kernels.overlaps
+    assert local == Overlaps(**{name: name != "tensor"})  # which Transformer Engine alone hides
+    assert [detailed(SMALL, flags).kernels.grouped for flags in ([flag], ["--moe-grouped-gemm"])] == [False, True]
+
+
 # Latency
 
 
@@ -250,6 +267,34 @@ def test_context_parallel_ranks_pass_keys_round_while_they_attend():
     parts = {"core_attn": Part(keys_s, keys_s)}
     expected = (1 + held) * keys_s / 2, (3 + held) * keys_s / 2
     assert overlap.layer_exchange_s(SMALL, its, routes, parts) == pytest.approx(expected)
+
+
+def test_transfers_beside_passes_of_virtual_stages_hold_processors():
+    its = Parallel(pp=2, chunks=2, schedule="interleaved", global_batch=2)
+    found = iteration(SMALL, A100, 0.45, its, lay_out(Links.uniform(NETWORKS["dgx-a100"], 1), its, range(2)))
+    plain = latency.stage_times(SMALL, A100, 0.45, its, [(0.0, 0.0)] * 2, None)
+    ((there, back), _), *others = found.transfers_ns
+    assert (there == back, others) == (True, [])
+    held = [round(overlap.HELD * count * there) for count in (1, 2, 2, 1)]
+    for name in ("forward_ns", "backward_ns"):
+        passes = ([getattr(one, name) for one in stages] for stages in (found.costs.stages, plain))
+        assert [one - alone for one, alone in zip(*passes, strict=True)] == held
+
+
+def test_what_8_bit_products_gather_is_half_as_large_with_sequence_parallelism():
+    small = replace(SMALL, kernels=Kernels(transformer_engine=True, fp8=True))
+    its = Parallel(tp=2, pp=1, global_batch=1)
+    routes = replace(lay_out(Links.uniform(NETWORKS["dgx-a100"], 1), its, range(2)).stages[0], tensor=Route([(1e9, 0)]))
+    parts = {"core_attn": Part()}
+    plain, whole, gathered = (
+        overlap.layer_exchange_s(model, one, routes, parts)[0]
+        for model, one in (
+            (SMALL, replace(its, sequence_parallel=True)),
+            (small, its),
+            (small, replace(its, sequence_parallel=True)),
+        )
+    )
+    assert plain == whole == pytest.approx(gathered / 0.75)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -548,11 +593,15 @@ def test_many_orders_at_once_are_weighed_as_one_by_one(seed):
         distributed_optimizer=dp > 1 and source.random() < 0.5, recompute=source.choice(list(Recompute)),
     )  # fmt: skip
     model = replace(SMALL, layers=48, tied_embeddings=source.random() < 0.5)
+    if seed % 2:  # layers that take longer than their launches, with exchanges of 8-bit numbers
+        model = replace(model, hidden=4096, heads=32, sequence=2048, kernels=Kernels(fp8=True))
     profile = Profile(tp, 1, Both(3e6, 5e6), Both(1e6, 0), Both(0, 2e6), 1e-10, step_s=0.1, waits=1.1)
     energy = Energy(model, A100, 0.45, its, there, Passes([profile]) if source.random() < 0.5 else None)
     units = [source.sample(range(count // tp), count // tp) for _ in range(5)]
     orders = np.array([[unit * tp + rank for unit in row for rank in range(tp)] for row in units])
-    assert ManyOrders.fits(its, there)
+    assert ManyOrders.fits(model, its, there)
+    overlapping = replace(model, kernels=Kernels(overlaps=Overlaps(gradients=True)))
+    assert not ManyOrders.fits(overlapping, its, there)
     energies, means = energy.many(orders)
     assert energies.tolist() == [energy(order) for order in orders.tolist()]
     assert (means <= energies).all()
@@ -562,7 +611,7 @@ def test_many_orders_at_once_are_weighed_as_one_by_one(seed):
 def test_annealing_goes_on_where_orders_are_weighed_one_by_one(as_pipette):
     its = Parallel(pp=2, cp=2, dp=2, microbatch=1, global_batch=8)
     there = random_links(random.Random(3), 8, 1)
-    assert not ManyOrders.fits(its, there)
+    assert not ManyOrders.fits(SMALL, its, there)
     energy = Energy(SMALL, A100, 0.45, its, there)
     found = anneal(energy, its, 1, 0, 300, as_pipette=as_pipette)
     assert found.energy_ns == energy(found.order) < found.identity_ns

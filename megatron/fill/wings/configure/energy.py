@@ -13,7 +13,6 @@ from megatron.fill.wings.configure.links import Links, Route
 from megatron.fill.wings.configure.many import ManyOrders
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.hardware import GpuKind
-from megatron.fill.wings.mainjob.kernels import Overlaps
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 
@@ -82,8 +81,7 @@ class Energy:
             the energies, and a mean over all paths of which the energy is the longest.  Of two orders with one energy,
             that with the lower mean is nearer to a better one.
         """
-        alone = self._model.kernels.overlaps == Overlaps()
-        if self._many is None and alone and ManyOrders.fits(self._its, self._links):
+        if self._many is None and ManyOrders.fits(self._model, self._its, self._links):
             self._many = ManyOrders(self._model, self._gpu, self._efficiency, self._its, self._links, self._passes)
         if self._many is not None:
             return self._many(orders)

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.fill.wings.configure.latency import fixed_step_s, stage_times, step_sizes
-from megatron.fill.wings.configure.links import Links, all_reduce_s
-from megatron.fill.wings.configure.overlap import HELD, transfers_hold
+from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.configure.overlap import HELD, tensor_exchange_s, transfers_hold
 from megatron.fill.wings.configure.passes import Passes
-from megatron.fill.wings.mainjob.analytic import ALL_REDUCES, boundary_bytes, p2p_bytes, tied_embedding_bytes
+from megatron.fill.wings.mainjob.analytic import p2p_bytes, tied_embedding_bytes
 from megatron.fill.wings.mainjob.hardware import GpuKind
+from megatron.fill.wings.mainjob.kernels import Overlaps
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 
@@ -45,7 +46,7 @@ class ManyOrders:
         self._held = transfers_hold(its, passes is not None)
         units = range(its.gpus // its.tp)
         rings = [links.ring([range(unit * its.tp, (unit + 1) * its.tp)]) for unit in units]
-        reduces = [ALL_REDUCES * all_reduce_s(ring, its.tp, boundary_bytes(model, its)) for ring in rings]
+        reduces = [tensor_exchange_s(model, its, ring) for ring in rings]
         if passes is not None or its.tp == 1:
             reduces = [0.0] * len(units)
         self._tensor = np.array(reduces)
@@ -58,11 +59,12 @@ class ManyOrders:
         self._backward = np.array([[one.backward_ns for one in known[its_s]] for its_s in reduces], np.int64).T
 
     @staticmethod
-    def fits(its: Parallel, links: Links) -> bool:
-        """True if it can be applied to a layout."""
+    def fits(model: ModelSpec, its: Parallel, links: Links) -> bool:
+        """True if it can be applied to a layout; exchanges that overlap are weighed one by one."""
         groups = range(0, its.gpus, its.tp)
         inside = all(len(set(links.nodes[at : at + its.tp])) == 1 for at in groups)
-        return its.cp == 1 and not its.has_expert_groups and its.pp > 1 and inside
+        alone = its.cp == 1 and not its.has_expert_groups and model.kernels.overlaps == Overlaps()
+        return alone and its.pp > 1 and inside
 
     def __call__(self, orders: Ints) -> tuple[Ints, Floats]:
         """K orders, K x ranks, whose tensor-parallel groups are in their own order.

@@ -86,6 +86,12 @@ def exposed_s(exchange_s: float, beside_s: float, share: float) -> float:
     return left_s + HELD * (exchange_s - left_s)
 
 
+def tensor_exchange_s(model: ModelSpec, its: Parallel, route: Route) -> float:
+    """Return the seconds of what tensor-parallel ranks exchange in one pass of one layer, hidden or not."""
+    gathered = _EIGHT_BITS if model.kernels.fp8 and its.sequence_parallel else 1.0
+    return ALL_REDUCES * all_reduce_s(route, its.tp, gathered * boundary_bytes(model, its))
+
+
 def layer_exchange_s(
     model: ModelSpec, its: Parallel, routes: StageRoutes, parts: Mapping[str, Part] | None
 ) -> tuple[float, float]:
@@ -108,8 +114,7 @@ def layer_exchange_s(
     experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
     if parts is None:
         return keys_s + experts_s, 2 * keys_s + experts_s
-    gathered = _EIGHT_BITS if model.kernels.fp8 and its.sequence_parallel else 1.0
-    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, gathered * size)
+    reduce_s = tensor_exchange_s(model, its, routes.tensor)
     tensor = overlaps.tensor and its.sequence_parallel
     hidden = overlaps.experts and not expert_problem(model, its)
     found = []
