@@ -57,6 +57,45 @@ def test_flash_attention_computes_half_of_the_scores_and_moves_none():
     assert unfused.backward_s > flash.backward_s == pytest.approx(2.5 * flash.forward_s)
 
 
+def test_a_gpu_may_be_slower_at_its_clock_and_at_attention():
+    model = replace(LARGE, kernels=Kernels(flash=True))
+    usual, slow = (
+        layer_parts(model, gpu, ITS, 0.5) for gpu in (A100, replace(A100, sustained=0.5, flash_attention=0.8))
+    )
+    assert slow["core_attn"].forward_s == pytest.approx(usual["core_attn"].forward_s / 0.5 / 0.8)
+    product_s = 2 * 2 * LARGE.sequence * LARGE.mlp_parameters / (0.5 * A100.peak_flops)
+    assert slow["mlp"].forward_s - usual["mlp"].forward_s == pytest.approx(product_s)
+
+
+def test_a_layer_that_predicts_a_later_token_has_a_loss_of_its_own():
+    plain, later = (cost(model, is_last=True) for model in (LARGE, replace(LARGE, predicted=1)))
+    layer_ns = cost().forward_ns / 4
+    output_ns = plain.forward_ns - 4 * layer_ns
+    joined_ns = 1e9 * 2 * 2 * LARGE.sequence * 2 * LARGE.hidden**2 / (0.5 * A100.peak_flops)
+    assert later.forward_ns - plain.forward_ns == pytest.approx(layer_ns + output_ns + joined_ns)
+
+
+def test_context_parallel_ranks_add_up_what_the_parts_of_the_keys_give():
+    """By hand: three quarters of the other rank's part is seen; sums are in single precision."""
+    its = replace(ITS, cp=2)
+    found = layer_parts(replace(LARGE, kernels=Kernels(flash=True)), A100, its, 0.5)["core_attn"]
+    attention_s = LARGE.attention_flops(2) / A100.peak_flops / 2
+    query_s = 2 * LARGE.sequence * LARGE.hidden / (BANDWIDTH * A100.memory_bandwidth)
+    assert found.forward_s == pytest.approx(attention_s + 1.75 * 5 * query_s)
+    assert found.backward_s == pytest.approx(2.5 * attention_s + 1.75 * 3 * 3 * query_s)
+
+
+def test_products_of_8_bit_numbers_take_half_and_the_making_of_these_numbers():
+    plain, small = (
+        layer_parts(replace(LARGE, kernels=Kernels(fp8=fp8)), A100, ITS, 0.5)["mlp"] for fp8 in (False, True)
+    )
+    numbers = 2 * LARGE.sequence * (LARGE.hidden + LARGE.ffn)
+    made_s = 3 * numbers / (BANDWIDTH * A100.memory_bandwidth)
+    product_s = 2 * 2 * LARGE.sequence * LARGE.mlp_parameters / (0.5 * A100.peak_flops)
+    assert plain.forward_s - small.forward_s == pytest.approx(product_s / 2 - made_s)
+    assert plain.backward_s - small.backward_s == pytest.approx(product_s - made_s)
+
+
 def test_recomputation_adds_the_forward_passes_of_what_it_names():
     plain = cost(exchange=1e-3)
     full = cost(its=replace(ITS, recompute=Recompute.FULL), exchange=1e-3)

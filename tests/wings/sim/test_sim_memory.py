@@ -102,6 +102,17 @@ def test_only_the_ends_keep_more_than_their_layers():
     assert len(set(activation_bytes(bare, its))) == 1
 
 
+def test_blocks_of_recomputation_leave_the_last_layers_of_a_stage_whole():
+    """Of two stages of three layers, two each are computed again; the first has two without experts."""
+    model = replace(GPT, layers=6, vocabulary=0, experts=4, dense_layers=2)
+    its = replace(ONE, pp=2, recompute=Recompute.FULL, recomputed=2)
+    again = layer_activation_bytes(model, its)
+    whole = layer_activation_bytes(model, its, Recompute.NONE)
+    assert activation_bytes(model, its) == (2 * again + whole,) * 2
+    bare = layer_activation_bytes(model.bare, its, Recompute.NONE)
+    assert activation_bytes(model, replace(its, recomputed=1)) == (again + bare + whole, again + 2 * whole)
+
+
 @pytest.mark.parametrize(
     ("precision", "distributed", "per_parameter"),
     [  # Megatron's guide to the distributed optimizer

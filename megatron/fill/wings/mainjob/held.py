@@ -164,8 +164,7 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int, d
             found.append(found[1])
         else:
             counts = layers[virtual] - dense[virtual], dense[virtual]
-            again = its.recomputed if parts.plain else None
-            found.append(_pass(parts, counts, virtual == 0, virtual == last, several, again))
+            found.append(_pass(parts, counts, virtual == 0, virtual == last, several, its.recomputed))
     return found
 
 
@@ -177,8 +176,8 @@ def _pass(
     Args:
         layers: number of its layers that are as the last one, and of those without experts, which come before them.
         several: True for more than one microbatch.
-        again: number of its first layers that are as ``parts`` has them, while others are as ``parts.plain`` has them;
-            None for all.
+        again: number of its first layers that are as ``parts`` has them, while others are as ``parts.plain`` has them,
+            if there is that.
     """
     alike, bare = _of_layers(parts, first or last)
     runs = [(layers[1], bare), (layers[0], alike)]
