@@ -17,6 +17,7 @@ from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.torch_csv import dump_csv
 from megatron.fill.wings.configure.network import Network, Place
 from megatron.fill.wings.configure.passes import Both
+from megatron.fill.wings.configure.ranked import ERROR, MODEL_ERROR
 from tests.support.configuring import random_links
 from tests.wings.configure.test_configure_passes import FLAGS as PROFILE_FLAGS
 from tests.wings.configure.test_configure_passes import ran
@@ -197,12 +198,15 @@ def test_a_profile_that_is_none_is_refused(folder):
         run("--profile", "empty")
 
 
-def test_what_a_profile_does_not_tell_is_said(folder):
+def test_what_a_profile_does_not_tell_is_said_and_how_far_it_can_be_off(folder):
     flags = f"{PROFILE_FLAGS} --global-batch-size 8"
     told = "The run with tensor parallelism 1 and micro-batches of 1 does not tell "
     ran(folder / "alike")
     pass_, step = "what a pass takes beside its layers", "what a step takes beside its parameters"
-    assert f"{told}{pass_} or {step}." in run("--profile", "alike", flags=flags)
+    said = run("--profile", "alike", flags=flags)
+    assert f"{told}{pass_} or {step}." in said
+    assert f"rows within {ERROR:.1%} of" in said
+    assert f"rows within {MODEL_ERROR:.1%} of" in run(flags=flags)
     ran(folder / "unlike", first_layers=2, fixed=Both(2e6, 1e6), step_ns=1_000_000)
     assert told not in run("--profile", "unlike", flags=flags)
 

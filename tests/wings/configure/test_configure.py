@@ -28,7 +28,7 @@ from megatron.fill.wings.configure.overlap import connections, startable
 from megatron.fill.wings.configure.passes import Both, Passes, Profile
 from megatron.fill.wings.configure.room import least_bytes, least_known, margins, memory
 from megatron.fill.wings.configure.search import Evaluator, search
-from megatron.fill.wings.configure.space import _balanced, layouts, padded
+from megatron.fill.wings.configure.space import _balanced, _last_layers, layouts, padded
 from megatron.fill.wings.configure.value import fill_kinds, valued
 from megatron.fill.wings.mainjob.analytic import boundary_bytes, stage_cost
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
@@ -126,6 +126,10 @@ def test_a_last_stage_with_a_large_output_gets_fewer_layers():
     assert _balanced(80, 8, 1, 2.4) == (10, 11, 11, 10, 10, 10, 10, 8)
     assert _balanced(61, 4, 4, 2.5) == (4, 4, 4, 4, 4, 4, 4, 3, 4, 4, 4, 3, 4, 4, 4, 3)
     assert _balanced(48, 8, 3, 0.5) is None  # another rank would have a layer more
+    plain, small = (_last_layers(replace(SMALL, kernels=Kernels(fp8=fp8))) for fp8 in (False, True))
+    assert small == 2 * plain == 2 * SMALL.output_flops(1) / SMALL.layer_flops(1)
+    later = _last_layers(replace(SMALL, predicted=1))
+    assert later == pytest.approx(1 + 2 * plain)
 
 
 def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():
@@ -240,6 +244,7 @@ def test_what_experts_exchange_is_hidden_only_where_megatron_does_not_refuse_it(
 def test_a_network_of_ones_own_may_be_taken_as_it_is():
     given, own = (links(cluster(**changes)).bytes_per_s[0][1] for changes in ({}, {"intra_node_share": 1}))
     assert given == pytest.approx(0.7 * own) == pytest.approx(0.7 * NETWORKS["dgx-a100"].intra_node_bytes_s)
+    assert links(cluster(2, 4)).nodes == (0,) * 4 + (1,) * 4  # whatever the network's own nodes have
 
 
 def test_what_flags_let_overlap_is_hidden_but_for_a_part():
@@ -255,6 +260,13 @@ def test_what_flags_let_overlap_is_hidden_but_for_a_part():
     assert shorter == pytest.approx((1 - overlap.HELD) * all_reduced_ns / 2)  # the hidden half holds processors
     assert hidden.reduce_ns[0] < plain.reduce_ns[0]
     assert hidden.costs.optimizer_ns[0] < plain.costs.optimizer_ns[0]
+    its = replace(its, tp=1, pp=2, chunks=2, schedule="interleaved", sequence_parallel=False)
+    layout = lay_out(there, its, range(4))
+    hidden, plain = (
+        iteration(replace(each, tied_embeddings=False), A100, 0.45, its, layout) for each in (model, large)
+    )
+    half = (1 + overlap.HELD) / 2  # one of two virtual stages is a bucket that nothing hides
+    assert hidden.reduce_ns == pytest.approx([half * ns for ns in plain.reduce_ns])
 
 
 def test_context_parallel_ranks_pass_keys_round_while_they_attend():

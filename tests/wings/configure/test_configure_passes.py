@@ -216,6 +216,8 @@ def test_with_one_profile_times_grow_with_the_micro_batch_and_recomputation_runs
     assert passes.stage_cost(MODEL, its, 3, (True, True), (0, 0)) == StageCost(18 * MS + 14, 30 * MS + 18)
     full = replace(its, recompute=Recompute.FULL)
     assert passes.stage_cost(MODEL, full, 3, (False, False), (0, 0)) == StageCost(18 * MS, 48 * MS)
+    block = passes.stage_cost(MODEL, replace(full, recomputed=1), 3, (False, False), (0, 0))
+    assert block == StageCost(18 * MS, 36 * MS)
     selective = passes.stage_cost(MODEL, replace(its, recompute=Recompute.SELECTIVE), 3, (False, False), (0, 0))
     assert 30 * MS < selective.backward_ns < 48 * MS
     assert passes.stage_cost(MODEL, replace(its, cp=2), 3, (False, False), (1e-3, 2e-3)) == StageCost(12 * MS, 21 * MS)
