@@ -95,7 +95,7 @@ class Published:
     def trainings(self) -> list[Training]:
         """Its flags, and with experts also those that hide their exchange; ConfigError if it is not expressible."""
         if self.sharded or self.model not in _MODELS or self.precision not in _PRECISIONS:
-            raise ConfigError(f"{self.name}: expected a model and a precision that flags express, not fully sharded")
+            raise ConfigError(f"{self.model} in {self.precision}: expected a model and a precision that flags express")
         flags = f"{_MODELS[self.model]} {_PRECISIONS[self.precision]} --seq-length {self.sequence} "
         flags += f"--global-batch-size {self.batch}"
         kinds = [flags, f"{flags} {_HIDDEN}"] if "--num-experts" in flags else [flags]
@@ -263,7 +263,7 @@ def measure_recipes(folder: Path, most_gpus: int) -> dict[str, Any]:
         try:
             found.append(find(one))
         except ConfigError as error:
-            print(f"  {one.name:<58} {'fully sharded' if one.sharded else str(error)[:90]}")
+            print(f"  {one.name:<58} {'fully sharded' if one.sharded else error}")
             continue
         _print(found[-1])
     return _figures(rows, found)
