@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 from megatron.fill.folders import AGENTS
 from megatron.fill.linux import recordlock
 from megatron.fill.linux.reap import end_below
+from megatron.fill.linux.wakeup import readable
 
 logger = logging.getLogger("pipefill")
 
@@ -205,5 +205,5 @@ def _kill(process: int, pid: int, end_s: float) -> bool:
     signal.pidfd_send_signal(process, signal.SIGSTOP)
     ended = end_below(pid, end_s - time.monotonic())
     signal.pidfd_send_signal(process, signal.SIGKILL)
-    gone = select.select([process], [], [], max(_LOOK_S, end_s - time.monotonic()))[0]  # then its memory is released
+    gone = readable(max(_LOOK_S, end_s - time.monotonic()), process)  # then its memory is released
     return ended and bool(gone)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 from megatron.fill.agent.turn import DeviceTurn, turn_file
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
-from megatron.fill.linux.wakeup import Wakeup
+from megatron.fill.linux.wakeup import Wakeup, readable
 
 logger = logging.getLogger("pipefill.warden")
 
@@ -127,7 +126,7 @@ class Warden:
     @property
     def _rank_released(self) -> bool:
         """True if the rank is dead and its memory released."""
-        return self._rank_fd is not None and bool(select.select([self._rank_fd], [], [], 0)[0])
+        return self._rank_fd is not None and bool(readable(0, self._rank_fd))
 
     def _hold(self) -> None:
         """Have a rank that starts wait for the jobs of this one, if this one is dead."""

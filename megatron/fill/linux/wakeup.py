@@ -1,4 +1,4 @@
-"""Sleep that every signal with a handler ends, also one that came just before it."""
+"""Sleep until descriptors are readable, or a signal comes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import contextlib
 import os
 import select
 import signal
+from collections.abc import Collection
+
+_SELECTABLE = 1024  # glibc's FD_SETSIZE; a training may have more descriptors
+
+
+def readable(seconds: float | None, *fds: int) -> Collection[int]:
+    """Sleep until one of the descriptors is readable or closed, at most for ``seconds``; return those that are."""
+    if seconds is not None:
+        seconds = max(0.0, seconds)
+    if max(fds) < _SELECTABLE:
+        return select.select(fds, [], [], seconds)[0]
+    poll = select.poll()  # sleeps for whole ms only
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if seconds is None else 1000 * seconds)]
 
 
 class Wakeup:
@@ -19,7 +34,7 @@ class Wakeup:
 
     def wait(self, seconds: float, *fds: int) -> bool:
         """Sleep until a signal comes or a descriptor is readable, at most for ``seconds``; True for a descriptor."""
-        ready = select.select([self._signalled, *fds], [], [], max(0.0, seconds))[0]
+        ready = readable(seconds, self._signalled, *fds)
         with contextlib.suppress(BlockingIOError):
             os.read(self._signalled, 4096)
         return any(fd in ready for fd in fds)

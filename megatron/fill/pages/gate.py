@@ -88,15 +88,17 @@ class OpenBubble:
         begin_ns, end_ns = self.opened_ns, self.deadline_ns
         before_ns = max(begin_ns, end_ns)
         most = len(self.ends_ns) if step_ns else 0
+        follows = True
         for number in range(most):
             case_ns = self.ends_ns[number]
-            if step_ns <= self.steps_ns[number]:
-                if before_ns > end_ns:
+            may = step_ns <= self.steps_ns[number]
+            if may:
+                if not follows:  # bubbles end in between, if only at one moment
                     if _has_room(begin_ns, end_ns, now_ns, step_ns + pause_ns):
                         break
                     begin_ns = before_ns
                 end_ns = max(before_ns, case_ns) if number < most - 1 else _NEVER_NS
-            before_ns = max(before_ns, case_ns)
+            before_ns, follows = max(before_ns, case_ns), may
         if _has_room(begin_ns, end_ns, now_ns, step_ns + pause_ns):
             return begin_ns, end_ns
         return self.opened_ns, self.deadline_ns

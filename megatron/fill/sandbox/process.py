@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ from megatron.fill.errors import SandboxError
 from megatron.fill.linux import peak
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from megatron.fill.linux.state import state_in
+from megatron.fill.linux.wakeup import readable
 from megatron.fill.sandbox import naming
 from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.enter import give_everything_up, open_inner, open_outer
@@ -162,7 +162,7 @@ class SandboxedProcess:
             if not os.read(alive_r, 1):  # the caller has died
                 os._exit(1)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if select.select([alive_r], [], [], 0)[0]:  # it died before the call
+            if readable(0, alive_r):  # it died before the call
                 os._exit(1)
             prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that orphans come here even without a process namespace
             lacking = be_first_to_die()  # while /proc is writable

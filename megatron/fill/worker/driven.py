@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 from megatron.fill.device import cuda
 from megatron.fill.errors import TaskError
 from megatron.fill.linux import host
+from megatron.fill.linux.wakeup import readable
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback
 from megatron.fill.sidetask.imperative import ImperativeTask
@@ -123,7 +123,7 @@ class Driven(SideTask):
             TaskError: the workload has failed, or its process has ended.
             MemoryError: the workload has raised one.
         """
-        if not select.select([self._told], [], [], within_s)[0]:
+        if not readable(within_s, self._told):
             return
         data = os.read(self._told, _READ_BYTES)
         if not data:

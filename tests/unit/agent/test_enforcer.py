@@ -45,11 +45,18 @@ class Bench:
 
     def begin_step(self, phase: WorkerPhase = WorkerPhase.STEP) -> int:
         """A bubble opens, the worker begins a step in it, and the bubble ends."""
+        self.rest()
         seq = self.gate.open(time.monotonic_ns() + 1_000_000, 0)
         self.log.enter_bubble(seq)
         self.log.phase = phase
         self.gate.close(time.monotonic_ns())
         return seq
+
+    def rest(self) -> None:
+        """Wait until the worker sleeps, and sample it: what it waited for a core until then is not a step's."""
+        while self.state not in "ST":
+            time.sleep(0.001)
+        self.enforcer._core = self.enforcer._sample()
 
     def end_step(self, seq: int) -> None:
         self.log.step_ended(0, 1, 1.0, False)

@@ -94,7 +94,7 @@ class Kept:
         return int(self.seen[0])
 
     def gone(self, agent: int) -> bool:
-        """True once neither keeper nor agent is left, nor a note of them."""
+        """True once neither keeper nor agent is left."""
         path = Path(f"/proc/{agent}/stat")
         return self.keeper.wait(60) is not None and not path.exists()
 

@@ -283,6 +283,15 @@ def test_what_runs_is_written_down_with_what_it_did_so_far(bench):
     assert worker.steps[-1] == (2999, 3000)
 
 
+def test_time_alone_on_the_device_is_progress_and_not_harvest(bench):
+    run = bench.run()
+    log = run._worker.log
+    log.step_ended(1_000, 3_000, 1.0, alone=True)
+    log.leave_bubble(BubbleUse(1, 5, 3_000, 0, 1), alone=False)
+    assert run.progress().harvested_s == 5e-6
+    assert run.so_far()[0].harvested_s == 3e-6
+
+
 def test_what_a_running_job_is_said_to_have_done_is_what_its_worker_is_said_to_have_done(bench):
     """Whatever it does while it is written down."""
     run = bench.run()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
 from megatron.fill.agent.turn import DeviceTurn, turn_file
 from megatron.fill.app.handover import check_between, take_turn
-from megatron.fill.app.launch import launch
+from megatron.fill.app.launch import Launch, launch
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import AGENTS
-from tests.support.children import Child
+from tests.support.flags import flags
 
 BETWEEN = FillSettings(between=60.0, report="run")
 
@@ -53,19 +54,33 @@ def test_it_is_refused_where_srun_ends_what_a_rank_leaves(monkeypatch):
     check_between(BETWEEN)
 
 
-def test_a_rank_takes_its_turn_before_the_script_imports_anything(tmp_path, monkeypatch):
+@pytest.fixture
+def looks(tmp_path, child) -> Callable[[], bytes]:
+    """Says whether a rank has the device of a run in which jobs have gone on, as another process sees it."""
     (tmp_path / AGENTS).mkdir()
     DeviceTurn(turn_file(tmp_path, 0), create=True).close()
-    monkeypatch.setattr("sys.argv", ["train.py", f"--fill-report={tmp_path}"])
-    seen: list[bytes] = []
 
-    def looks(out: int) -> None:
+    def look(out: int) -> None:
         os.write(out, b"taken" if DeviceTurn(turn_file(tmp_path, 0)).wanted else b"free")
 
-    def main() -> None:
-        other = Child(looks)
-        seen.append(other.read())
-        other.end()
+    return lambda: child(look).read()
 
-    launch(main, patches=())
+
+def test_a_rank_takes_its_turn_before_the_script_imports_anything(tmp_path, monkeypatch, looks):
+    monkeypatch.setattr("sys.argv", ["train.py", f"--fill-report={tmp_path}"])
+    seen: list[bytes] = []
+    launch(lambda: seen.append(looks()), patches=())
     assert seen == [b"taken"]
+
+
+def test_a_rank_takes_its_turn_in_a_folder_that_its_command_line_does_not_name(tmp_path, looks):
+    run = Launch()
+    assert looks() == b"free"
+    run.on_parse(flags(report=str(tmp_path), profile_only=True))
+    assert looks() == b"taken"
+
+
+def test_a_training_that_srun_has_started_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    with pytest.raises(ConfigError, match="expected torchrun"):
+        Launch().on_parse(flags(report=str(tmp_path), between=60.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.pages.gate import OpenBubble
@@ -68,6 +68,7 @@ def test_where_no_stretch_is_as_long_as_a_step_it_does_not_begin():
     st.lists(st.booleans(), min_size=8, max_size=8),
     st.integers(0, 2**32),
 )
+@example([1] * 4 + [MS] * 4, MS, [False] * 4 + [True] + [False] * 3, 0)  # half of them end at one moment
 def test_what_overruns_cost_stays_within_the_bound(ends, step_ns, may, seed):
     """With ends that are spread evenly between the eighths, and steps that follow one another."""
     lasts = zip(may, ends, [ends[0], *ends], range(15, 0, -2), strict=False)
