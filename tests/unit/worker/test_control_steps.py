@@ -92,7 +92,7 @@ def command_spec(folder: Path, script: str) -> Any:
         cpus=[],
         env={},
         device="cpu",
-        limits=Limits(),
+        limits=Limits(files=1 << 14),  # it inherits what all the tests before have left open
         sandbox=Sandbox(directory=str(folder)),
     )
 
