@@ -10,7 +10,9 @@ total and what they had.
 
 ``deaths``: a training with two jobs, of which a rank or all processes are killed again and again at random moments, and
 which is started again in the same run folder.  ``work_lost_s_max`` is the longest time from the first step that a job
-does again to its last one, beside the ``checkpoint_s`` between two checkpoints.
+does again to its last one, beside the ``checkpoint_s`` between two checkpoints; ``work_lost_s_max_without_pause`` leaves
+out the longest time between two of them, since a probe of the brake has no steps.  With ``--trace``, the deaths are
+those of an availability trace of spot machines, replayed.
 
 ``nodes``: a training over three nodes, which are network namespaces of this machine, one rank on each, with short jobs
 in one PostgreSQL; it takes root.  At random, nodes are cut off from the database, from each other or from both, for
@@ -139,8 +141,13 @@ def measure_deaths(folder: Path, fates: Sequence[Fate]) -> tuple[dict[str, Any],
         found = die(folder, fates, checkpoint_s=1.0)
     filling_s = [death.filling_after_s for death in found]
     figures = {"deaths": len(found), "checkpoint_s": 1.0, "work_lost_steps_max": max(one.lost_steps for one in found)}
-    figures |= {"work_lost_s_max": max(one.lost_s for one in found), "filling_after_s": statistics.median(filling_s)}
-    return figures | {"filling_after_s_max": max(filling_s)}, {"each": [asdict(death) for death in found]}
+    figures |= {
+        "work_lost_s_max": max(one.lost_s for one in found),
+        "work_lost_s_max_without_pause": max(one.lost_s - one.pause_s for one in found),
+        "filling_after_s": statistics.median(filling_s),
+        "filling_after_s_max": max(filling_s),
+    }
+    return figures, {"each": [asdict(death) for death in found]}
 
 
 def measure_nodes(folder: Path, jobs: int, longest_s: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +29,14 @@ class Death:
         kind: what was killed: one ``rank``, or all processes, as with a ``node``.
         lost_steps: steps that the job which lost most does again.
         lost_s: time from the first step that it does again to its last one before the death.
+        pause_s: longest time between two of these steps, in which no bubble was filled, as in a probe of the brake.
         filling_after_s: time from the first iteration whose bubbles are predicted until both jobs are at work.
     """
 
     kind: str
     lost_steps: int
     lost_s: float
+    pause_s: float
     filling_after_s: float
 
 
@@ -140,10 +143,12 @@ def _steps(running: Running) -> list[array[int]]:
 
 
 def _death(kind: str, before: list[array[int]], after: list[array[int]], died_ns: int, ready_ns: int) -> Death:
-    lost, filling_ns = [], []
+    lost: list[list[int]] = []
+    filling_ns = []
     for old, new in zip(before, after, strict=True):
         kept = sum(at_ns < died_ns for at_ns in new)
-        lost.append((old[-1] - old[kept] if kept < len(old) else 0, len(old) - kept))
+        lost.append(old[kept:].tolist())
         filling_ns.append(new[kept] - ready_ns)
-    lost_ns, lost_steps = max(lost)
-    return Death(kind, lost_steps, lost_ns / 1e9, max(0, *filling_ns) / 1e9)
+    most = max(lost, key=lambda times: times[-1] - times[0] if times else 0)
+    pauses_ns = [after_ns - before_ns for before_ns, after_ns in pairwise(most)]
+    return Death(kind, len(most), sum(pauses_ns) / 1e9, max(pauses_ns, default=0) / 1e9, max(0, *filling_ns) / 1e9)
