@@ -10,9 +10,9 @@ total and what they had.
 
 ``deaths``: a training with two jobs, of which a rank or all processes are killed again and again at random moments, and
 which is started again in the same run folder.  ``work_lost_s_max`` is the longest time from the first step that a job
-does again to its last one, beside the ``checkpoint_s`` between two checkpoints; ``work_lost_s_max_without_pause`` leaves
-out the longest time between two of them, since a probe of the brake has no steps.  With ``--trace``, the deaths are
-those of an availability trace of spot machines, replayed.
+does again to its last one, beside the ``checkpoint_s`` between two checkpoints;
+``work_lost_s_max_without_pause`` leaves out the longest time between two of them, since a probe of the brake has no
+steps.  With ``--trace``, the deaths are those of an availability trace of spot machines, replayed.
 
 ``nodes``: a training over three nodes, which are network namespaces of this machine, one rank on each, with short jobs
 in one PostgreSQL; it takes root.  At random, nodes are cut off from the database, from each other or from both, for
