@@ -9,7 +9,7 @@ import pytest
 
 from megatron.fill.status import Status
 from megatron.fill.store import open_store
-from megatron.fill.store.port import Job, Progress
+from megatron.fill.store.values import Job, Progress
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
 from tests.chaos.campaign import Findings

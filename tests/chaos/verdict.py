@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 from megatron.fill.types import JobState
 from tests.chaos.kind import FaultKind, Source
 from tests.chaos.kinds import COMMAND, HONEST

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from megatron.fill.status import JobState, Status
-from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.transaction import Transaction
+from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.work import NewJob
 
 

@@ -28,7 +28,7 @@ from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.records import AgentFile
-from megatron.fill.store.port import Claim, DeviceEntry, Job
+from megatron.fill.store.values import Claim, DeviceEntry, Job
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 

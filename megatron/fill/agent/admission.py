@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.host import may_become
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 from megatron.fill.work import Work
 
 COMMAND = "command"  # stands for every command in the list of allowed jobs

@@ -50,8 +50,8 @@ from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.records import AgentFile, Estimate, LiveSegment, last_segment
-from megatron.fill.store.port import DeviceEntry, Job
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import DeviceEntry, Job
 
 logger = logging.getLogger("pipefill.agent")
 

@@ -22,8 +22,8 @@ from megatron.fill.errors import FillError, JobError, StoreError
 from megatron.fill.linux.files import write_text
 from megatron.fill.status import JobState, Status
 from megatron.fill.store import open_store
-from megatron.fill.store.port import Claim, DeviceEntry, Progress, Standing
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import Claim, DeviceEntry, Progress, Standing
 from megatron.fill.work import NewJob
 
 logger = logging.getLogger("pipefill.agent")

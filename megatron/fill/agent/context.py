@@ -18,7 +18,7 @@ from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGateReader
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 
 
 @dataclass(frozen=True, slots=True)

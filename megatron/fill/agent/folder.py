@@ -19,7 +19,7 @@ from megatron.fill.folders import JOBS, PROFILE, lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.status import Cause
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 
 logger = logging.getLogger("pipefill.agent")
 

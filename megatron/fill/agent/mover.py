@@ -16,8 +16,8 @@ from pathlib import Path
 
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.scheduler.moving import Prospect, best_move
-from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")

@@ -25,8 +25,8 @@ from megatron.fill.scheduler.estimate import estimate_s
 from megatron.fill.scheduler.policies import MOST_JOBS, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.types import Quota
 
 logger = logging.getLogger("pipefill.agent")

@@ -31,8 +31,8 @@ from megatron.fill.folders import PROFILE, output_file
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.profiles import MeasuredJob
 from megatron.fill.status import Cause, JobState, Status, Then, why
-from megatron.fill.store.port import Claim, Progress, Standing
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import Claim, Progress, Standing
 from megatron.fill.types import JobRecord, WorkerRecord
 from megatron.fill.worker.spec import SandboxReport
 

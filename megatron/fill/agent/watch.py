@@ -26,7 +26,7 @@ from megatron.fill.pages.phases import Saving
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.status import Cause, JobState, Status, Then, why
-from megatron.fill.store.port import Job, Progress, Standing
+from megatron.fill.store.values import Job, Progress, Standing
 from megatron.fill.worker.spec import Outcome
 
 TICK_S = 0.2

@@ -27,7 +27,7 @@ from megatron.fill.pages.control import RunState
 from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.store.location import database_files, password_files
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 from megatron.fill.worker.spec import SandboxReport, WorkerSpec
 
 logger = logging.getLogger("pipefill.agent")

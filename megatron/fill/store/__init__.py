@@ -1,4 +1,4 @@
-"""The durable job store: a port, its SQL implementation, and an in-memory twin for tests.
+"""The durable job store: its values, its operations, and their SQL.
 
 Importing this package is cheap; SQLAlchemy is imported by ``open_store``.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.fill.store.port import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.work import NewJob
 
 __all__ = ["Claim", "DeviceEntry", "Job", "JobStore", "NewJob", "Progress", "Standing", "open_store"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from megatron.fill.errors import JobError
 from megatron.fill.store.lookup import NAMES_COMPARED, closest
-from megatron.fill.store.port import Job
 from megatron.fill.store.transaction import Transaction
+from megatron.fill.store.values import Job
 from megatron.fill.work import NewJob
 
 

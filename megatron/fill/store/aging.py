@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 
 
 def forgettable(jobs: Sequence[Job], before_s: float, ids: Collection[int]) -> list[Job]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence, Set
 
 from megatron.fill.errors import JobError
 from megatron.fill.store import checks
-from megatron.fill.store.port import Claim, Job
 from megatron.fill.store.transaction import Transaction
+from megatron.fill.store.values import Claim, Job
 from megatron.fill.types import JobState
 
 ASK_S = 60.0  # time for which a job is reserved for the device that asked for it, since it has to be saved first

@@ -18,8 +18,8 @@ from typing import Any
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import adding, aging, checks, lookup
-from megatron.fill.store.port import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.store.transaction import Transaction
+from megatron.fill.store.values import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.work import NewJob
 
 _CANCELLED = Status(JobState.CANCELLED, Cause.CANCELLED)

@@ -11,8 +11,8 @@ from typing import Any
 from sqlalchemy import Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
 
 from megatron.fill.status import JobState, Status
-from megatron.fill.store.port import DeviceEntry, Job, Progress
 from megatron.fill.store.schema import NAMES_LOCK, devices, jobs, profiles
+from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.work import NewJob, Work
 
 _UNFINISHED = (JobState.QUEUED, JobState.RUNNING)

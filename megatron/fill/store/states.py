@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.fill.errors import JobError, StoreError
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import open_store
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 from megatron.fill.types import JobRecord
 
 logger = logging.getLogger("pipefill")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from megatron.fill.store.port import DeviceEntry, Job
+from megatron.fill.store.values import DeviceEntry, Job
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob
 

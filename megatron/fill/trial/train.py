@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron.fill import untrusted
 from megatron.fill.errors import FillError
 from megatron.fill.records import RankFiles, last_segment
-from megatron.fill.store.port import Job
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import Job
 from megatron.fill.trial.spec import NOTE, StandInSpec, program
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 

@@ -14,8 +14,8 @@ from megatron.fill.agent.watch import progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.status import Status
-from megatron.fill.store.port import DeviceEntry, Progress, Standing
 from megatron.fill.store.queue import JobStore
+from megatron.fill.store.values import DeviceEntry, Progress, Standing
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore

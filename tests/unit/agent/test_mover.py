@@ -14,7 +14,7 @@ from megatron.fill.agent.ranking import Ranking
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.status import JobState, Status
-from megatron.fill.store.port import Claim, DeviceEntry, Job, Progress, Standing
+from megatron.fill.store.values import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.types import BubbleKind
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore

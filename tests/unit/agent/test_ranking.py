@@ -19,7 +19,7 @@ from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.status import Cause, Status
-from megatron.fill.store.port import DeviceEntry, Job, Progress
+from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.types import BubbleKind, JobState, Quota
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore

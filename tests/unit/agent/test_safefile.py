@@ -16,7 +16,7 @@ from megatron.fill.agent.admission import JobUser, default_user
 from megatron.fill.agent.folder import BoundedOutput, folder_name, job_folder, occupied
 from megatron.fill.folders import lock_file, output_file
 from megatron.fill.linux import safefile
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
 

@@ -23,7 +23,7 @@ from megatron.fill.cli import main
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import CAUSES, FOLLOWS, Cause, JobState, Status, Then, why
 from megatron.fill.store import open_store
-from megatron.fill.store.port import Standing
+from megatron.fill.store.values import Standing
 from megatron.fill.trial import check, run
 from megatron.fill.work import NewJob, Work
 from megatron.fill.worker.spec import Outcome

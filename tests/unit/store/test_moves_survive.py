@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Status
-from megatron.fill.store.port import Claim, DeviceEntry, Progress, Standing
+from megatron.fill.store.values import Claim, DeviceEntry, Progress, Standing
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore

@@ -9,7 +9,7 @@ import pytest
 from megatron.fill.app.standin import wait_in_bubbles
 from megatron.fill.errors import FillError
 from megatron.fill.status import Status
-from megatron.fill.store.port import Job
+from megatron.fill.store.values import Job
 from megatron.fill.trial import train as module
 from megatron.fill.trial.spec import StandInSpec
 from megatron.fill.trial.train import train

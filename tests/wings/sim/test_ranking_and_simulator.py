@@ -12,7 +12,7 @@ from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile, cycle_to_dict
 from megatron.fill.scheduler.policies import POLICIES, parse_policy
 from megatron.fill.status import Status
-from megatron.fill.store.port import DeviceEntry, Progress
+from megatron.fill.store.values import DeviceEntry, Progress
 from megatron.fill.types import BubbleKind, JobState
 from megatron.fill.wings.sim.cluster.fleet import FleetDevice
 from megatron.fill.wings.sim.cluster.queue import Queue, RankedQueue, SteadyQueue

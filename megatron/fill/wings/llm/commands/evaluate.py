@@ -21,10 +21,10 @@ from megatron.fill.errors import ConfigError, JobError, TaskError
 from megatron.fill.folders import JOBS, output_file, run_of
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import Job, JobStore
-from megatron.fill.store.port import Standing
+from megatron.fill.store.values import Standing
 
 if TYPE_CHECKING:
-    from megatron.fill.store.port import Claim
+    from megatron.fill.store.values import Claim
 
 _TASK = "megatron.fill.wings.llm:EvaluateCheckpoints"
 _LEASE_S, _BEAT_S = 120.0, 3.0  # a step here may be longer than one in a bubble
