@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from megatron.fill.linux import host
 from megatron.fill.pages.control import ControlReader
-from megatron.fill.pages.gate import GateReader, SharedGateReader
+from megatron.fill.pages.gate import GateReader, OpenBubble, SharedGateReader
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.pages.watcher import ControlWatcher
@@ -113,37 +113,61 @@ class CommandRun:
             if bubble is None:
                 continue
             seq = bubble.seq
-            start_ns = time.monotonic_ns()
-            # Work that a stopped command has launched on a GPU runs on for an unknown time.
-            end_ns = bubble.window(_GUARD_NS, start_ns)[1] if self.spec.device == "cpu" else bubble.deadline_ns
-            remaining_ns = end_ns - _GUARD_NS - start_ns
-            if remaining_ns <= 0 or not self.control.running:
-                self.log.skip_bubble(seq, start_ns, self._lack(command), bubble.alone)
-                self.left(seq)
-                continue
-            self.log.enter_bubble(seq)
-            self.log.phase = WorkerPhase.STEP
-            self._continue(command)
-            while self._may_go_on(seq) and command.exit_code is None:
-                left_ns = start_ns + remaining_ns - time.monotonic_ns()
-                if left_ns <= 0:
-                    break
-                self.gate.wait_change(seq, min(left_ns, _LOOK_NS))
-            self.log.phase = WorkerPhase.PAUSE
-            command.pause()
-            end_ns = self._cut_ns if self._cut_ns > start_ns else time.monotonic_ns()
-            ran_ns = end_ns - start_ns
-            self.log.step_ended(start_ns, end_ns, ran_ns / 1e9, bubble.alone)
-            overrun_ns = max(0, end_ns - (self.gate.closed_ns(seq) or end_ns))
-            lack = self._lack(command)
-            use = BubbleUse(seq, start_ns - bubble.opened_ns, ran_ns - overrun_ns, overrun_ns, 1, end_ns, lack)
-            self.log.leave_bubble(use, bubble.alone)
+            self._fill(command, bubble)
             self.left(seq)
             command.await_stop(_STOPS_S)
             self.log.phase = WorkerPhase.ASLEEP
             if command.exit_code is not None:
                 return command.exit_code
         return None
+
+    def _fill(self, command: StoppedCommand, bubble: OpenBubble) -> None:
+        """Let the command run in each stretch of an open bubble in which no end is likely, and stop it in between."""
+        log, seq = self.log, bubble.seq
+        latency_ns, harvested_ns, overrun_ns, held_ns, stretches = -1, 0, 0, 0, 0
+        now_ns = time.monotonic_ns()
+        while self._may_go_on(seq) and command.exit_code is None:
+            begin_ns, end_ns = self._stretch(bubble, now_ns)
+            if end_ns <= max(begin_ns, now_ns):
+                break
+            if begin_ns > now_ns:
+                self._wait(seq, begin_ns, command)
+                before_ns, now_ns = now_ns, time.monotonic_ns()
+                held_ns += now_ns - before_ns
+                continue
+            if not stretches:
+                latency_ns = now_ns - bubble.opened_ns - held_ns
+            log.enter_bubble(seq)
+            log.phase = WorkerPhase.STEP
+            self._continue(command)
+            self._wait(seq, end_ns, command)
+            log.phase = WorkerPhase.PAUSE
+            command.pause()
+            log.enter_bubble(0)
+            start_ns, now_ns = now_ns, time.monotonic_ns()
+            ended_ns = self._cut_ns if self._cut_ns > start_ns else now_ns
+            log.step_ended(start_ns, ended_ns, (ended_ns - start_ns) / 1e9, bubble.alone)
+            overrun_ns = max(0, ended_ns - (self.gate.closed_ns(seq) or ended_ns))
+            harvested_ns += ended_ns - start_ns - overrun_ns
+            stretches += 1
+        lack = self._lack(command)
+        if not stretches:
+            log.skip_bubble(seq, now_ns, lack, bubble.alone, held_ns)
+            return
+        use = BubbleUse(seq, latency_ns, harvested_ns, overrun_ns, stretches, now_ns, lack, held_ns)
+        log.leave_bubble(use, bubble.alone)
+
+    def _stretch(self, bubble: OpenBubble, now_ns: int) -> tuple[int, int]:
+        """Return the beginning of the next stretch for the command, and the time at which it is stopped again."""
+        if self.spec.device != "cpu":  # work that a stopped command has launched on a GPU runs on for an unknown time
+            return bubble.opened_ns, bubble.deadline_ns - _GUARD_NS
+        begin_ns, end_ns = bubble.window(_GUARD_NS, now_ns)
+        return begin_ns, end_ns - _GUARD_NS
+
+    def _wait(self, seq: int, until_ns: int, command: StoppedCommand) -> None:
+        """Sleep until then, or until the command cannot go on in the bubble."""
+        while self._may_go_on(seq) and command.exit_code is None and (left_ns := until_ns - time.monotonic_ns()) > 0:
+            self.gate.wait_change(seq, min(left_ns, _LOOK_NS))
 
     def _lack(self, command: StoppedCommand) -> Lack:
         ends = command.exit_code is not None or self.stopping() or not self.control.running

@@ -193,3 +193,35 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
         gate.close(time.monotonic_ns())
         gate.open(FAR_NS, 0)
     gate.end()
+
+
+def test_a_command_goes_on_in_a_later_stretch_of_its_bubble(tmp_path, child, monkeypatch):
+    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    _agent, channel = may_begin()
+    spec = command_spec(tmp_path, "while :; do :; done")
+
+    def work(_: int) -> None:
+        host.adopt_orphans()
+        reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
+        begin = partial(start_sandboxed, spec, channel)
+        CommandRun(spec, begin, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()
+
+    child(work)
+    log = StepLog(log_fd)
+    until(lambda: log.serving_ns)
+    opened_ns = time.monotonic_ns()
+    ends_ns = tuple(opened_ns + ms * 1_000_000 for ms in (600, 620, 640, 660, 1500, 1600, 1700, 1800))
+    gate.open(opened_ns + 500_000_000, 0, ends_ns, (0, 0, 0, 0, 10**8, 0, 0, 0))  # one end of eight at 660 to 1,500 ms
+    until(lambda: log.step_count == 2)
+    gate.close(time.monotonic_ns())
+    until(lambda: log.record("c", 0).uses)
+    record = log.record("c", 0)
+    (first, second), [use] = record.steps, record.uses
+    ms = [(at_ns - opened_ns) / 1e6 for at_ns in (*first, *second)]
+    assert [ms[1] >= 499, ms[2] >= 660, ms[3] >= 1499] == [True] * 3
+    assert use.steps == 2
+    assert use.harvested_ns == sum(end_ns - start_ns for start_ns, end_ns in record.steps)
+    assert use.held_ns >= ms[2] - ms[1] - 100
+    assert not use.overrun_ns
+    gate.end()
