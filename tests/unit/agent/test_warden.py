@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from pathlib import Path
 spec, warden, dead = sys.argv[1:]
 folder = Path(spec).parent
 if (folder / "saves").exists():
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: (folder / "told").touch())
 orphan = subprocess.Popen(["sh", "-c", "sleep 7531 & echo $!"], stdout=subprocess.PIPE, start_new_session=True)
 pid = int(orphan.stdout.readline())
 with (folder / "seen").open("a") as file:
@@ -237,6 +239,29 @@ def test_another_rank_waits_for_the_jobs_of_one_that_is_dead_and_for_their_keepe
         time.sleep(0.02)
     (tmp_path / "slow").unlink()
     until(lambda: turn.server is None)
+
+
+def test_another_rank_waits_for_the_jobs_of_one_whose_other_threads_end_later(tmp_path):
+    (tmp_path / "saves").touch()
+
+    def trains(_: int) -> None:
+        Guarded(tmp_path, between_s=1.0)
+        until(lambda: Guarded.agents_in(tmp_path))
+        threading.Thread(target=lambda: (until((tmp_path / "gone").exists), os._exit(0))).start()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # exit(2): this thread's end
+
+    rank = Child(trains)
+    try:
+        until((tmp_path / "told").exists)
+        turn = DeviceTurn(turn_file(tmp_path, 0))
+        assert turn.server is None
+        (tmp_path / "gone").touch()
+        until(lambda: turn.server is not None)
+        assert not (tmp_path / "started").exists()
+    finally:
+        (tmp_path / "over").touch()
+        rank.end()
+    until((tmp_path / "keeper").exists)
 
 
 def test_no_keeper_follows_if_another_rank_has_come(tmp_path):
