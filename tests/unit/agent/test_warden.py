@@ -244,10 +244,14 @@ def test_another_rank_waits_for_the_jobs_of_one_that_is_dead_and_for_their_keepe
 def test_another_rank_waits_for_the_jobs_of_one_whose_other_threads_end_later(tmp_path):
     (tmp_path / "saves").touch()
 
+    def last() -> None:
+        until((tmp_path / "gone").exists)
+        os._exit(0)
+
     def trains(_: int) -> None:
         Guarded(tmp_path, between_s=1.0)
         until(lambda: Guarded.agents_in(tmp_path))
-        threading.Thread(target=lambda: (until((tmp_path / "gone").exists), os._exit(0))).start()
+        threading.Thread(target=last).start()
         ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # exit(2): this thread's end
 
     rank = Child(trains)
