@@ -61,6 +61,8 @@ class Enforcer:
         max_overruns: number of violations (steps, starts or pauses) at which the worker is ended.
         overtime: account of the worker's CPU time outside bubbles; None for no limit.
         off: returns True while no worker may run, paused by the operator or by the brake.
+        waits: the worker waits for bubbles by itself; False for a command, which is stopped outside bubbles, and which
+            its worker's first process continues in them.
         hung_ns: time that a step has to end, in further bubbles, once it has used up its grace period.
 
     Attributes:
@@ -77,6 +79,7 @@ class Enforcer:
         max_overruns: int,
         overtime: Overtime | None = None,
         off: Callable[[], bool] = lambda: False,
+        waits: bool = True,
         hung_ns: int = 800_000_000,
     ) -> None:
         self.pid = pid
@@ -86,6 +89,7 @@ class Enforcer:
         self.max_overruns = max_overruns
         self.overtime = overtime
         self.off = off
+        self.waits = waits
         self.hung_ns = hung_ns
         self.violations = 0
         self.ending: Ending | None = None
@@ -120,7 +124,7 @@ class Enforcer:
                 self._hangs_at_ns = 0  # a stopped step is not a hang
                 self._ration(self._overdrawn)
             else:
-                self._signal(signal.SIGCONT)  # another process may have stopped it: it must not block its seat
+                self._let_go()  # another process may have stopped it: it must not block its seat
             return _LOOK_S
         if self._overdue != seq:
             self._overdue, self._opportunity_ns, self._looked_ns = seq, 0, ended_ns
@@ -145,9 +149,9 @@ class Enforcer:
         return self.ending
 
     def release(self) -> None:
-        """Stop watching and let the worker run, so that it can end."""
+        """Stop watching and let the worker run, so that it can end; a command is ended where it is."""
         self._over = True
-        self._signal(signal.SIGCONT)
+        self._let_go()
 
     def close(self) -> None:
         """Send no more signals: the worker has ended, and the kernel may reuse its pid."""
@@ -160,7 +164,7 @@ class Enforcer:
             self._signal(signal.SIGSTOP)  # at each look: something else may have continued it
         elif self._held:
             self._held = False
-            self._signal(signal.SIGCONT)
+            self._let_go()
         return self._held
 
     def _overdrawn(self) -> bool:
@@ -218,7 +222,7 @@ class Enforcer:
             self._look(time.monotonic_ns())
             self._signal(signal.SIGSTOP)
         if self._over:  # released between the check and the signal
-            self._signal(signal.SIGCONT)
+            self._let_go()
         after()
 
     def _charge(self) -> None:
@@ -237,6 +241,11 @@ class Enforcer:
 
     def _fail(self, cause: Cause, detail: str) -> None:
         self.ending = self.ending or Ending(How.FAIL, cause, detail)
+
+    def _let_go(self) -> None:
+        """Continue a worker that may run outside bubbles."""
+        if self.waits:
+            self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -278,6 +278,7 @@ class JobRun:
             spec.max_overruns,
             Overtime(worker.limiter.busy_s, context.gate, max(1, len(spec.cpus))),
             off=lambda: context.gate.braked or not context.control.running,
+            waits=not worker.command,
         )
         self._energy = energy = EnergyShare(context.device.energy_j, lambda: worker.log.device_ns)
         promised_bytes = self.job.work.memory_bytes or 0

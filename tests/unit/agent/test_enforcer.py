@@ -277,6 +277,20 @@ def test_release_lets_a_stopped_worker_run(bench):
     assert bench.worker.wait(5) == -signal.SIGTERM
 
 
+def test_a_command_that_is_stopped_outside_bubbles_stays_so(bench):
+    bench.enforcer.waits, off = False, True
+    bench.enforcer.off = lambda: off
+    os.kill(bench.worker.pid, signal.SIGSTOP)
+    until(lambda: bench.stopped)
+    bench.enforcer.check()
+    off = False  # an operator has paused and resumed
+    bench.enforcer.check()
+    bench.enforcer.check()
+    bench.enforcer.release()
+    time.sleep(0.05)
+    assert bench.stopped
+
+
 def test_one_that_is_released_in_a_bubble_is_not_stopped_at_its_end(bench):
     bench.begin_step()
     bench.check_until(lambda: bench.stopped)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.fill.agent import run as run_module
 from megatron.fill.agent.agent import Seat
-from megatron.fill.agent.enforcer import Enforcer
+from megatron.fill.agent.enforcer import _LOOK_S, Enforcer
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.run import JobRun
@@ -127,6 +127,29 @@ def test_a_job_has_a_tail_beside_it_only_once_it_has_done_a_step(bench):
     bench.gate.end()
     serving.join(60)
     assert seat.resident is None
+
+
+def test_a_command_runs_in_bubbles_only(bench):
+    job = bench.submit(task=None, command=["sh", "-c", "while :; do echo >> ticks; sleep 0.01; done"])
+    ticks = bench.folder / "jobs" / f"pi-{job.id}" / "ticks"
+    seat = bench.seat()
+    serving = threading.Thread(target=seat.serve)
+    serving.start()
+    try:
+        until(lambda: seat._run is not None and seat._run._worker is not None and seat._run._worker.log.serving_ns)
+        time.sleep(5 * _LOOK_S)
+        assert not ticks.exists()
+        bench.gate.open(1 << 62, 0)
+        until(lambda: ticks.exists() and ticks.stat().st_size > 3)
+        bench.gate.close(time.monotonic_ns())
+        until(lambda: not seat._run._worker.log.step_seq)
+        time.sleep(_LOOK_S)
+        before = ticks.stat().st_size
+        time.sleep(5 * _LOOK_S)
+        assert ticks.stat().st_size == before
+    finally:
+        bench.gate.end()
+        serving.join(60)
 
 
 def test_an_empty_seat_rests_as_long_as_it_is_told_or_until_the_end(bench):
