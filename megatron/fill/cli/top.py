@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import re
 import select
 import sys
 import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron.fill.cli.control import Run
-from megatron.fill.errors import ConfigError, ControlError, StoreError
+from megatron.fill.errors import ConfigError, ControlError, FillError, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from megatron.fill.pages.control import ControlPage
-    from megatron.fill.records import LiveSegment
+    from megatron.fill.records import LiveSegment, Segment
 
 _KEYS = {"p": "PAUSED", "r": "RUNNING", "d": "DRAINING"}
 _MOST_ROWS = 64
+_FEWEST_ROWS = 4
+_OTHER_LINES = 10  # of the view
+# What arrows and function keys send: it ends with a letter, which may be one of the keys above.
+_SEQUENCE = re.compile(rb"\x1b(?:[\[O][0-?]*[ -/]*[@-~])?")
+_BEGUN = re.compile(rb"\x1b(?:[\[O][0-?]*[ -/]*)?$")
+_REST_S = 0.1  # time for the rest of a sequence to come
 
 
 def top(
@@ -38,9 +46,9 @@ def top(
 ) -> None:
     """Watch a run: its ranks on all nodes, their bubbles and jobs, the queue and the slowdown.
 
-    Keys: p pauses filling on this node, r resumes it, d drains it, q ends the view.  The figures are as old as the
-    records: 10 iterations and 10 seconds.  Once jobs have settled (started, made their models), the harvest leaves out
-    the time until then, as the report does.
+    Keys: p pauses filling on this node, r resumes it, d drains it, q ends the view.  When the training starts again,
+    the view is of that start.  The figures are as old as the records: 10 iterations and 10 seconds.  Once jobs have
+    settled (started, made their models), the harvest leaves out the time until then, as the report does.
     """
     from rich.console import Console
     from rich.live import Live
@@ -52,11 +60,14 @@ def top(
         return
     if not (sys.stdin.isatty() and console.is_terminal):
         raise ConfigError("top needs a terminal; expected one, or --once")
-    with _keys(), Live(view.draw(), console=console, screen=True, auto_refresh=False) as live:
-        while (key := _key(every)) != "q":
-            if key in _KEYS:
-                view.change(_KEYS[key])
-            live.update(view.draw(), refresh=True)
+    with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+        pressed = ""
+        while "q" not in pressed:
+            for key in pressed:
+                if key in _KEYS:
+                    view.change(_KEYS[key])
+            live.update(view.draw(rows=max(_FEWEST_ROWS, console.height - _OTHER_LINES)), refresh=True)
+            pressed = _pressed(every)
 
 
 @contextmanager
@@ -70,10 +81,17 @@ def _keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _key(seconds: float) -> str:
-    """Return the next key; empty if none comes in time."""
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
-    return sys.stdin.read(1).lower() if ready else ""
+def _pressed(seconds: float) -> str:
+    """Return the letters of the keys that are pressed, as soon as there is one; empty if none is in time."""
+    pressed, terminal = b"", sys.stdin.fileno()
+    while select.select([terminal], [], [], seconds)[0]:
+        more = os.read(terminal, 1024)
+        if not more:  # the terminal is gone
+            return "q"
+        pressed, seconds = pressed + more, _REST_S
+        if not _BEGUN.search(pressed):
+            break
+    return _SEQUENCE.sub(b"", pressed).decode(errors="replace").lower()
 
 
 class _View:
@@ -87,49 +105,73 @@ class _View:
         from megatron.fill.records import LiveSegment, last_segment
 
         self._run = run
-        self._segment = last_segment(run)
+        self._segment: Segment = last_segment(run)
         self._live: LiveSegment = LiveSegment(self._segment)
         self._said = ""
         self._pages: list[ControlPage] = []
+        self._absent = ""  # why there are none
 
     def change(self, state: str) -> None:
         """Put the ranks on this node into a state."""
         from megatron.fill.pages.control import RunState
 
-        if not self._found():
-            self._said = "none of its ranks runs on this node: nothing was changed"
+        self._look()
+        if not self._pages:
+            self._said = f"nothing was changed: {self._absent}"
             return
         for page in self._pages:
             page.change(RunState[state])
         self._said = f"{state} on this node, at {time.strftime('%H:%M:%S')}"
 
-    def _found(self) -> list[ControlPage]:
+    def _look(self) -> None:
+        """Find the ranks on this node, and the newest start of the training; ranks may have come and gone."""
         from megatron.fill.pages.control import find_pages
+        from megatron.fill.records import LiveSegment, last_segment
 
-        if not self._pages:
-            try:
-                self._pages = find_pages(self._run)
-            except ControlError as error:
-                self._said = self._said or str(error)
-        return self._pages
+        try:
+            self._pages, self._absent = find_pages(self._run, self._pages), ""
+        except ControlError as error:
+            self._pages, self._absent = [], str(error)
+        with suppress(FillError, OSError):  # the records may have been deleted: what was seen of them is still shown
+            newest = last_segment(self._run)
+            if newest.folder != self._segment.folder:
+                self._live = LiveSegment(newest)
+            self._segment = newest
 
-    def draw(self, keys: bool = True) -> Group:
-        """Return the view, with or without the line of keys."""
+    def _running(self) -> dict[int, list[str]]:
+        """Return the names of the jobs that run, by rank: once the training has ended, those that go on without it."""
+        from megatron.fill.records import SegmentEnding
+        from megatron.fill.types import JobState
+
+        running = {number: [job.name for job, _ in rank.running] for number, rank in self._live.ranks.items()}
+        if self._segment.ending is SegmentEnding.RUNNING:
+            return running
+        found = {page.rank: running.get(page.rank, []) for page in self._pages}
+        with suppress(FillError, OSError):
+            for number, files in self._segment.between().items():
+                if number in found:
+                    attempts = files.attempts(steps=False)
+                    found[number] = [job.name for job, _ in attempts if job.state is JobState.RUNNING]
+        return found
+
+    def draw(self, keys: bool = True, rows: int = _MOST_ROWS) -> Group:
+        """Return the view, with or without the line of keys, and with a line for so many ranks at most."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
-        from megatron.fill.display import one_line
+        from megatron.fill.display import counted, one_line
 
+        self._look()
         self._live.look()
-        states = {page.rank: page.state.name for page in self._found()}
+        states, running = {page.rank: page.state.name for page in self._pages}, self._running()
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
         for heading in ("RANK", "STAGE", "NODE", "ITER", "MS", "BUBBLES", "HARVEST", "BRAKE"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("STATE", no_wrap=True)
         table.add_column("JOBS", no_wrap=True, overflow="ellipsis")
-        ranks = list(self._live.ranks.items())
-        for number, rank in ranks[:_MOST_ROWS]:
+        ranks, rows = list(self._live.ranks.items()), min(rows, _MOST_ROWS)
+        for number, rank in ranks[:rows]:
             braked = bool(rank.brakes) and rank.iteration < rank.brakes[-1].until
             recent = [one.duration_ns for one in list(rank.recent)[-20:]]
             table.add_row(
@@ -142,21 +184,29 @@ class _View:
                 _share(*rank.harvest),
                 "on" if braked else "-",
                 states.get(number, "-"),
-                Text(one_line(", ".join(job.name for job, _ in rank.running))),
+                Text(one_line(", ".join(running.get(number, ())))),
             )
-        more = [Text(f"and {len(ranks) - _MOST_ROWS} ranks more")] if len(ranks) > _MOST_ROWS else []
-        foot = [Text(self._said), *([Text("p pause  r resume  d drain  q quit", style="dim")] if keys else [])]
+        more = [Text(f"and {counted(len(ranks) - rows, 'rank')} more")] if len(ranks) > rows else []
+        foot = [
+            Text(self._said or self._absent),
+            *([Text("p pause  r resume  d drain  q quit", style="dim")] if keys else []),
+        ]
         return Group(Text(self._head(), overflow="fold"), Text(""), table, *more, Text(""), *foot)
 
     def _head(self) -> str:
         """Return the lines on the whole run."""
+        from megatron.fill.records import SegmentEnding
+
         live = self._live
         measured = live.slowdown
         slowdown = "not known yet"
         if measured is not None:
             slowdown = f"{measured.mean:+.1%} ({measured.low:+.1%} to {measured.high:+.1%})"
+        ended = (
+            "" if self._segment.ending is SegmentEnding.RUNNING else f", the training has ended: {self._segment.ending}"
+        )
         return (
-            f"{self._run}: {self._segment.ranks} ranks, {time.strftime('%H:%M:%S')}\n"
+            f"{self._run}: {self._segment.ranks} ranks, {time.strftime('%H:%M:%S')}{ended}\n"
             f"bubbles {_percent(live.bubble_share)}, harvest {_percent(live.harvest_ratio)}, slowdown {slowdown}\n"
             f"jobs: {self._queue()}; {live.jobs_done} done since this start"
         )
@@ -170,12 +220,15 @@ class _View:
         try:
             store = open_store(self._segment.store, create=False)
             try:
-                states = [job.state for job in store.list([JobState.QUEUED, JobState.RUNNING])]
+                jobs, now_s = store.list([JobState.QUEUED, JobState.RUNNING]), store.now_s()
             finally:
                 store.close()
         except StoreError:
             return "the store does not answer"
-        return f"{states.count(JobState.QUEUED)} queued, {states.count(JobState.RUNNING)} running"
+        queued = sum(job.state is JobState.QUEUED for job in jobs)
+        lost = sum(job.lost(now_s) for job in jobs)
+        running = f"{queued} queued, {len(jobs) - queued - lost} running"
+        return f"{running}, {lost} lost" if lost else running
 
 
 def _share(part: int, whole: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import Metric
@@ -72,9 +71,10 @@ class RunMetrics:
         yield GaugeMetricFamily("pipefill_brake_engaged", "1 while the brake keeps filling off.", value=float(engaged))
 
     def _of_pages(self) -> Iterator[Metric]:
-        if not self._pages:
-            with suppress(ControlError):  # no rank is found yet
-                self._pages = find_pages(Path(self._spec.run_dir))
+        try:
+            self._pages = find_pages(Path(self._spec.run_dir), self._pages)
+        except ControlError:  # no rank is found
+            self._pages = []
         states = GaugeMetricFamily("pipefill_ranks", "Ranks on this node by the state of filling.", labels=["state"])
         for state in RunState:
             states.add_metric([state.name.lower()], sum(page.state is state for page in self._pages))

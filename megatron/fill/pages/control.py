@@ -24,6 +24,7 @@ import math
 import os
 import struct
 from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
@@ -225,8 +226,12 @@ def _born(pid: int) -> int | None:
     return process.started if process is not None and process.alive else None
 
 
-def find_pages(run_dir: Path) -> list[ControlPage]:
+def find_pages(run_dir: Path, known: Sequence[ControlPage] = ()) -> list[ControlPage]:
     """The control pages of a run's ranks that are alive on this node, by rank.
+
+    Args:
+        known: pages that were found before; those that are still there are returned again, since each look at a page
+            maps it until the process ends.
 
     Raises:
         ControlError: there is no such run folder, no rank is found on this node, or one belongs to another user.
@@ -234,7 +239,7 @@ def find_pages(run_dir: Path) -> list[ControlPage]:
     if not run_dir.is_dir():
         raise ControlError(f"{run_dir}: no such folder; expected the run folder that the training printed")
     node = os.uname().nodename
-    pages = [page for path in notes(run_dir) if (page := _open(path)) is not None]
+    pages = [page for path in notes(run_dir) if (page := _open(path, known)) is not None]
     if not pages:
         others = sorted(path.name for path in (run_dir / CONTROL).glob("*") if path.name != node)
         elsewhere = f"; it has ranks on {', '.join(others)}, and each node has to be told" if others else ""
@@ -280,8 +285,8 @@ def _read_note(path: Path) -> tuple[int, int] | None:
     return pid, number
 
 
-def _open(path: Path) -> ControlPage | None:
-    """Open the page that a note names; None if that rank is gone or the note is damaged.
+def _open(path: Path, known: Sequence[ControlPage]) -> ControlPage | None:
+    """Open the page that a note names, if it is not a known one; None if that rank is gone or the note is damaged.
 
     Raises:
         ControlError: the rank belongs to another user.
@@ -295,6 +300,10 @@ def _open(path: Path) -> ControlPage | None:
         # The pid may be reused by now, and opening another process's pipe or terminal could do harm.
         if not os.readlink(link).startswith(f"/memfd:pipefill-{_NAME}"):
             return None
+        there = os.stat(link)
+        for page in known:
+            if os.path.samestat(os.fstat(page.fd), there) and path.name == f"rank{page.rank}.json":
+                return page
         fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
     except PermissionError as error:
         raise ControlError(f"{path}: its rank belongs to another user; only that user may control it") from error

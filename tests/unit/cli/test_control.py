@@ -125,6 +125,18 @@ class TestFinding:
         find_pages(tmp_path)[1].change(RunState.PAUSED)
         assert [page.state for page in find_pages(tmp_path)] == [RunState.RUNNING, RunState.PAUSED]
 
+    def test_what_was_found_before_is_not_opened_again(self, tmp_path):
+        ControlPage.create(1).announce(tmp_path)
+        first = find_pages(tmp_path)
+        ControlPage.create(2).announce(tmp_path)
+        second = find_pages(tmp_path, first)
+        assert second[0] is first[0]
+        assert [page.rank for page in second] == [1, 2]
+        ControlPage.create(1).announce(tmp_path)  # the rank has started again
+        third = find_pages(tmp_path, second)
+        assert third[0] is not first[0]
+        assert third[1] is second[1]
+
     def test_no_such_run(self, tmp_path):
         with pytest.raises(ControlError, match="no such folder"):
             find_pages(tmp_path / "none")
