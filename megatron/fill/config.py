@@ -165,8 +165,11 @@ class FillSettings(SiteSettings):
                 "expected --fill-report DIR with it"
             )
         try:
-            return cls(jobs=tuple(load_jobs(path)) if path is not None else (), **values)
+            its = cls(jobs=tuple(load_jobs(path)) if path is not None else (), **values)
         except ValidationError as error:
             problem = error.errors()[0]
             flag = "--fill-" + str(problem["loc"][0]).replace("_", "-")
             raise ConfigError(f"{flag} is {shown(problem['input'])}: {expectation(problem)}") from error
+        if its.between and not its.serves:
+            raise ConfigError("--fill-between: no job can go on; expected --fill-jobs or --fill-store with it")
+        return its

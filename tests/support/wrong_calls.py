@@ -246,6 +246,7 @@ FLAGS = """
 --fill-settings '{max_output_mib: .inf}' => .inf is not a finite number; expected one
 --fill-settings '{max_output_mib: 0}' => max_output_mib is 0: expected greater than 0
 --fill-between 60 => expected --fill-report DIR with it
+--fill-between 60 --fill-report folder => --fill-between: no job can go on; expected --fill-jobs or --fill-store with
 --fill-between -1 --fill-report folder => --fill-between is -1.0: expected greater than or equal to 0
 --fill-between nan --fill-report folder => --fill-between is nan: expected a finite number
 --fill-between soon => argument --fill-between: invalid float value: 'soon'

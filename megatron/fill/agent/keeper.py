@@ -152,7 +152,11 @@ def main() -> None:
     host.ignore_notices()
     host.yield_to_other_sessions()
     host.adopt_orphans()
-    keeper.run(int(rank_fd))
+    try:
+        keeper.run(int(rank_fd))
+    except OSError as error:  # the disk is full, the run folder is gone or read-only
+        logger.error("no job runs between two trainings: %s", error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -49,13 +49,21 @@ def kept(lost: str) -> Iterator[None]:
         logger.exception("%s; the training itself is done", lost)
 
 
-def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Collection[str]) -> None:
+def go_on(settings: FillSettings, run_dir: Path) -> str:
+    """Return how the jobs go on once the training has ended; empty if they only wait."""
+    if not (settings.between and settings.serves):
+        return ""
+    return f"go on alone for at most {settings.between:g} s; pipefill kill {shlex.quote(str(run_dir))} ends them"
+
+
+def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Collection[str], alone: str = "") -> None:
     """Print the state of the jobs of a training that has failed, in one line, on the first rank that has failed.
 
     Args:
         store: the job store that the training served.
         segment: the folder of its records.
         names: names of the jobs in its jobs file.
+        alone: how they go on without it (``go_on``).
     """
     if not note_failure(segment, rank):
         return
@@ -74,7 +82,8 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
     if found["not submitted"]:
         said.append(f"{found['not submitted']} were not submitted yet; the next start in {run_dir} submits them")
     # One write, so that output of other ranks does not break the line.
-    os.write(1, f"PipeFill: the training has failed; {', '.join(said)}\n".encode())
+    after = f"; meanwhile they {alone}" if alone and (found["open"] or not names or not found) else ""
+    os.write(1, f"PipeFill: the training has failed; {', '.join(said)}{after}\n".encode())
 
 
 def rounds(settings: FillSettings, info: RankInfo) -> int:
@@ -179,6 +188,8 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
         raise
     report.print_report(made, console)
     print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
+    if (alone := go_on(settings, run_dir)) and any(not job.state.finished for job in made.jobs):
+        print(f"PipeFill: jobs that have not ended {alone}")
     page = f"report {shlex.quote(str(run_dir))} --html {shlex.quote(str(run_dir / 'report.html'))}"
     if settings.serves:
         print_next(store, "list", "usage --by job", plain=[page])

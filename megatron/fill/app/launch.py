@@ -20,7 +20,7 @@ import megatron.fill.device.before_cuda  # noqa: F401 -- before the script impor
 import pipefill_patches
 from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
 from megatron.fill.agent.turn import DeviceTurn
-from megatron.fill.app.closing import collect, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
+from megatron.fill.app.closing import collect, go_on, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.handover import check_between, take_turn
@@ -284,8 +284,8 @@ class Launch:
             if self._records is not None and self._run_dir is not None and self.session.settings.serves:
                 with kept("it is not known where its jobs are"):
                     store = store_of(self.session.settings, self._run_dir)
-                    names = [job.name for job in self._jobs]
-                    tell_of_jobs(store, self._run_dir, self._records, self.session.info.rank, names)
+                    names, alone = [job.name for job in self._jobs], go_on(self.session.settings, self._run_dir)
+                    tell_of_jobs(store, self._run_dir, self._records, self.session.info.rank, names, alone)
         self._end(SegmentEnding.FAILED)
 
     def release(self) -> None:

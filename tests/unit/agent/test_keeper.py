@@ -74,11 +74,13 @@ class Kept:
         spec = replace(bench.context.spec, between_s=between_s)
         path = folder / AGENTS / "spec3.json"
         path.write_text(spec.to_json(), encoding="utf-8")
-        self.keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER.format(agent=AGENT), str(path), str(rank_fd), "17"],
-            pass_fds=(rank_fd, spec.board_fd, spec.control_fd),
-            start_new_session=True,
-        )
+        with (folder / "keeper.log").open("wb") as log:
+            self.keeper = subprocess.Popen(
+                [sys.executable, "-c", KEEPER.format(agent=AGENT), str(path), str(rank_fd), "17"],
+                pass_fds=(rank_fd, spec.board_fd, spec.control_fd),
+                start_new_session=True,
+                stderr=log,
+            )
         os.close(rank_fd)
 
     @property
@@ -145,12 +147,15 @@ def test_a_new_ranks_note_stays_when_it_leaves(kept):
     assert notes(kept.folder) == [note]
 
 
-def test_on_a_full_disk_no_note_stays(kept):
+def test_on_a_full_disk_no_note_stays_and_that_is_said(kept):
     (kept.folder / AGENTS / "between3.json").mkdir()  # so that it can be written no more than on a full disk
     kept.rank.kill()
     assert kept.keeper.wait(60) != 0
     assert not notes(kept.folder)
     assert not kept.seen
+    said = (kept.folder / "keeper.log").read_text()
+    assert "no job runs between two trainings: " in said
+    assert "Traceback" not in said
 
 
 def test_it_leaves_on_sigterm(kept):

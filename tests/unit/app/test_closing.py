@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from megatron.fill.app import closing
-from megatron.fill.app.closing import kept, tell_of_jobs
+from megatron.fill.app.closing import go_on, kept, tell_of_jobs
 from megatron.fill.app.launch import Launch
+from megatron.fill.config import FillSettings
 from megatron.fill.errors import StoreError
 from megatron.fill.records import SegmentEnding, note_failure, read_segments
 from megatron.fill.status import Status
@@ -51,6 +53,18 @@ def test_the_first_rank_that_fails_says_once_where_the_jobs_are(tmp_path, capfd,
     for rank in (1, 0):
         tell_of_jobs(STORE, tmp_path, tmp_path, rank, names)
     assert capfd.readouterr().out == f"PipeFill: the training has failed; {said.format(run=tmp_path)}\n"
+
+
+@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.SUCCEEDED])
+def test_it_is_said_that_jobs_go_on_without_the_training_and_how_to_end_them(tmp_path, capfd, monkeypatch, state):
+    job = JobRecord("pi", "sleep 1", Status(state), 0, "")
+    monkeypatch.setattr(closing, "current_states", lambda *asked: {"pi": job})
+    settings = FillSettings(between=300, store="s.db", report="a run")
+    alone = go_on(settings, Path("a run"))
+    assert alone == "go on alone for at most 300 s; pipefill kill 'a run' ends them"
+    tell_of_jobs(STORE, tmp_path, tmp_path, 0, ["pi"], alone)
+    assert capfd.readouterr().out.endswith(f"; meanwhile they {alone}\n") is (state is JobState.QUEUED)
+    assert go_on(FillSettings(store="s.db"), Path("a run")) == ""
 
 
 def test_a_store_that_cannot_be_asked_is_named_all_the_same(tmp_path, capfd, monkeypatch):

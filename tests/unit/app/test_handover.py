@@ -83,4 +83,4 @@ def test_a_rank_takes_its_turn_in_a_folder_that_its_command_line_does_not_name(t
 def test_a_training_that_srun_has_started_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     with pytest.raises(ConfigError, match="expected torchrun"):
-        Launch().on_parse(flags(report=str(tmp_path), between=60.0))
+        Launch().on_parse(flags(report=str(tmp_path), between=60.0, store=str(tmp_path)))
