@@ -70,7 +70,8 @@ def report(
 
     def made(folder: Path) -> Report:
         last = last_segment(folder)
-        where, going = store or last.store, last.ending is SegmentEnding.RUNNING
+        # Jobs that run go on with the training, or between two.
+        where, going = store or last.store, last.ending is SegmentEnding.RUNNING or bool(last.between())
         if not where:
             return compose(folder, prices=prices, page=page)
         return compose(folder, partial(current_states, where, folder, going), prices, page=page)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron.fill.report.rows import new_table
@@ -66,7 +67,7 @@ def print_compared(names: tuple[str, str], first: Report, second: Report, consol
     table: Table = new_table("")
     table.add_column("")
     for name in (*names, "difference"):
-        table.add_column(name, justify="right", overflow="fold", max_width=24)
+        table.add_column(escape(name), justify="right", overflow="fold", max_width=24)
     for figure in compared(first, second):
         table.add_row(figure.name, *figure.values, figure.difference)
     console.print(table)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.fill.cli import main
-from megatron.fill.records import SegmentEnding
-from megatron.fill.status import Status
+from megatron.fill.folders import BETWEEN
+from megatron.fill.records import AgentFile, SegmentEnding
+from megatron.fill.status import Cause, Status
 from megatron.fill.store import Progress, open_store
 from megatron.fill.types import JobState, Prices
 from megatron.fill.work import NewJob, Work
@@ -60,6 +61,24 @@ def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"report.json", "trace.json", "timeline.png"}
     status, out, _ = pipefill("report", "run", "--json")
     assert json.loads(out) == json.loads((tmp_path / "run" / "report.json").read_text())
+
+
+def test_a_job_that_goes_on_between_two_trainings_runs(pipefill, tmp_path):
+    ranks, workers, jobs = synthetic_run()
+    store = open_store("run")
+    [job] = store.submit([NewJob("train", WORK)])
+    claim = store.claim("agent", [job.id], 3600, f"rank 0 of {tmp_path}/run on host")
+    assert claim is not None
+    store.place(claim, "jobs/train-1")
+    store.close()
+    started = replace(jobs[0], status=Status(JobState.RUNNING), directory="jobs/train-1", attempt=2)
+    ended = replace(started, status=Status(JobState.QUEUED, Cause.TRAINING_ENDED), attempt=1)
+    opened = write_segment(tmp_path / "run", ranks, [(ended, workers[0])], store=f"sqlite:///{tmp_path}/run/jobs.db")
+    (opened.segment.folder / BETWEEN).mkdir()
+    AgentFile(opened.segment.folder / BETWEEN, 0).show([(started, workers[0])])
+    _, out, _ = pipefill("report", "run", "--json")
+    [its] = json.loads(out)["jobs"]
+    assert (its["state"], its["cause"]) == ("RUNNING", "")
 
 
 def test_without_the_store_it_is_what_the_records_say(pipefill, tmp_path):

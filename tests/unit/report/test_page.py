@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron.fill.account import Account
 from megatron.fill.errors import FillError
 from megatron.fill.records import AccountWriter, begin_segment, rank_file, read_segments, write_agent, write_rank
 from megatron.fill.report import compose
 from megatron.fill.report import page as page_module
-from megatron.fill.report.compare import compared
+from megatron.fill.report.compare import compared, print_compared
 from megatron.fill.report.page import write_page
 from megatron.fill.report.series import Series
 from megatron.fill.types import BrakeEvent
@@ -119,6 +120,12 @@ def test_a_comparison_gives_both_and_their_difference():
     assert rows["iterations"].difference == "+0"
     assert rows["steps"].difference == f"-{first.total.steps}"
     assert rows["harvest ratio"].difference.endswith(" pp")
+
+
+def test_a_comparison_names_folders_as_they_are(capsys):
+    report = report_of(*synthetic_run())
+    print_compared(("[red]a", "b"), report, report, Console(width=80))
+    assert "[red]a" in capsys.readouterr().out
 
 
 def test_a_missing_library_is_said_with_its_remedy(monkeypatch):

@@ -95,6 +95,14 @@ def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_p
         assert len(store.list()) == 1
 
 
+@pytest.mark.parametrize("output", ["model", "in.jsonl/answers", "/proc/answers"])
+def test_an_output_that_cannot_be_written_is_said_before_the_job_is_there(pipefill, tmp_path, output):
+    status, _, err = pipefill("--output", output)
+    assert status == 2
+    assert f"--output {output}: cannot be written" in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_file_or_another_model_is_another_job(pipefill, tmp_path):
     pipefill()
     pipefill("--tree", "1")

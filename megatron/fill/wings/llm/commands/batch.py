@@ -13,7 +13,7 @@ import typer
 
 from megatron.fill import untrusted
 from megatron.fill.cli import views
-from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.cli.options import Json, Store, check_writable, opened
 from megatron.fill.cli.progress import progress
 from megatron.fill.errors import ConfigError, JobError
 from megatron.fill.store import Job, JobStore
@@ -107,6 +107,7 @@ def batch(
     for option, given in (("--batch-size", batch_size), ("--device", device)):
         if given is not None:
             raise ConfigError(f"{option} is {given}: expected --alone with it")
+    check_writable("--output", written)
     called = name or f"{requests.stem}-{sha256(requests.read_bytes() + repr(args).encode()).hexdigest()[:8]}"
     if not as_json:
         _introduce(requests, len(lines), refused)
