@@ -63,7 +63,7 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
         store: the job store that the training served.
         segment: the folder of its records.
         names: names of the jobs in its jobs file.
-        alone: how they go on without it (``go_on``).
+        alone: text on how they go on without it (``go_on``).
     """
     if not note_failure(segment, rank):
         return
