@@ -3,14 +3,15 @@
 Of the folder it reads ``performance-summary.md`` and ``performance-summary-archive.md`` (``docs/`` of
 <https://github.com/NVIDIA-NeMo/Megatron-Bridge>): layouts and measured throughput by model, system, precision, batch
 and number of GPUs.  Of equal trainings the newest counts.  The tables say nothing of flags: those of the performance
-recipes there are assumed, which overlap all exchanges that can be.  What experts exchange is hidden only in layouts in
-which Megatron does that, so layouts are searched with and without the flag for it.  A training is *not expressible* if
-its model's attention, layers or optimizer are, or its precision, or if it is fully sharded.
+recipes there, in the release of a table's container, are in ``_RECIPES``, and all are taken to have the flags that
+overlap other exchanges.  A training is *not expressible* if its model's attention, layers or optimizer are, or its
+precision, or if it is fully sharded.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
+from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.ranked import MODEL_ERROR, ranks
-from megatron.fill.wings.configure.search import Evaluator, Proposal, search
+from megatron.fill.wings.configure.search import Proposal, search
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
@@ -47,8 +49,9 @@ _ALL = (
     "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap "
 )
 _LLAMA = _ALL + "--group-query-attention --num-query-groups 8 --vocab-size 128256 "
-_HIDDEN = "--overlap-moe-expert-parallel-comm"
-_EXPERTS = _ALL + "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-token-dispatcher-type alltoall "
+_EXPERTS = _ALL + (
+    "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --expert-tensor-parallel-size 1 "
+)
 _QWEN = (
     _EXPERTS + "--group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --vocab-size 151936 "
     "--num-experts 128 --moe-router-topk 8 "
@@ -69,6 +72,42 @@ _MODELS = {
     + "--num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
     + "--moe-layer-freq ([0]*3+[1]*58) --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 "
     + "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --mtp-num-layers 1",
+}
+_HIDDEN = "--overlap-moe-expert-parallel-comm"
+_ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
+_DEEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep"
+_HYBRID = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+_GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
+_WHOLE = "--cuda-graph-impl full_iteration"
+_HIDDEN_WHOLE = f"{_HYBRID} {_HIDDEN} {_WHOLE}"
+_UP = "--recompute-granularity selective --recompute-modules mla_up_proj"
+# Flags of the recipes by which a training was published, in the release of its container: those that change which
+# layouts there are, or their times.
+_RECIPES = {
+    "LLAMA3_8B on 8 GB300, FP8, 128": _WHOLE,
+    "LLAMA3_8B on 8 GB200, FP8, 128": _WHOLE,
+    "LLAMA3_8B on 8 B200, FP8, 128": _WHOLE,
+    "Qwen3_30B_a3B on 8 GB300, MXFP8, 512": _HIDDEN_WHOLE,
+    "Qwen3_30B_a3B on 8 GB200, MXFP8, 512": _HIDDEN_WHOLE,
+    "Qwen3_30B_a3B on 8 B300, MXFP8, 512": _HIDDEN_WHOLE,
+    "Qwen3_30B_a3B on 8 B200, MXFP8, 512": f"{_HYBRID} {_GRAPHS}",
+    "Qwen3_30B_a3B on 16 H100, FP8, 1024": _HYBRID,
+    "Qwen3_30B_a3B on 16 H100, FP8, 512": f"{_ALL_TO_ALL} {_HIDDEN}",
+    "Qwen3_235B_a22B on 64 B200, MXFP8, 1024": f"{_ALL_TO_ALL} {_HIDDEN}",
+    "Qwen3_235B_a22B on 256 GB300, MXFP8, 8192": _HIDDEN_WHOLE,
+    "Qwen3_235B_a22B on 256 GB200, MXFP8, 8192": _HIDDEN_WHOLE,
+    "Qwen3_235B_a22B on 256 GB300, BF16, 8192": f"{_HYBRID} {_GRAPHS}",
+    "Qwen3_235B_a22B on 256 GB200, BF16, 8192": f"{_HYBRID} {_GRAPHS}",
+    "Qwen3_235B_a22B on 256 B300, MXFP8, 8192": _HYBRID,
+    "Qwen3_235B_a22B on 256 B200, MXFP8, 8192": _ALL_TO_ALL,
+    "Qwen3_235B_a22B on 256 H100, FP8, 8192": f"{_ALL_TO_ALL} {_HIDDEN}",
+    "Qwen3_235B_a22B on 256 H100, FP8, 2048": f"{_ALL_TO_ALL} {_HIDDEN}",
+    "DeepSeekV3 on 256 GB300, MXFP8, 4096": _HIDDEN_WHOLE,
+    "DeepSeekV3 on 256 GB300, MXFP8, 15360": _HIDDEN_WHOLE,
+    "DeepSeekV3 on 256 GB200, MXFP8, 4096": f"{_HIDDEN_WHOLE} {_UP}",
+    "DeepSeekV3 on 256 B300, MXFP8, 4096": f"{_HYBRID} {_GRAPHS} {_UP}",
+    "DeepSeekV3 on 256 B200, MXFP8, 4096": f"{_DEEP} {_HIDDEN} {_GRAPHS} {_UP} mlp",
+    "DeepSeekV3 on 256 B200, MXFP8, 2048": f"{_ALL_TO_ALL} {_UP}",
 }
 _FIRST = 5
 _SHAPE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
@@ -92,14 +131,13 @@ class Published:
     def name(self) -> str:
         return f"{self.model} on {self.gpus} {self.system.removeprefix('DGX-')}, {self.precision}, {self.batch}"
 
-    def trainings(self) -> list[Training]:
-        """Its flags, and with experts also those that hide their exchange; ConfigError if it is not expressible."""
+    def training(self) -> Training:
+        """Its flags; ConfigError if it is not expressible."""
         if self.sharded or self.model not in _MODELS or self.precision not in _PRECISIONS:
             raise ConfigError(f"{self.model} in {self.precision}: expected a model and a precision that flags express")
         flags = f"{_MODELS[self.model]} {_PRECISIONS[self.precision]} --seq-length {self.sequence} "
-        flags += f"--global-batch-size {self.batch}"
-        kinds = [flags, f"{flags} {_HIDDEN}"] if "--num-experts" in flags else [flags]
-        return [read_flags(kind.split()) for kind in kinds]
+        flags += f"--global-batch-size {self.batch} {_RECIPES.get(self.name, '')}"
+        return read_flags(flags.split())
 
     def cluster(self) -> Cluster:
         gpu, network, node = _SYSTEMS[self.system]
@@ -172,7 +210,12 @@ def shape_of(its: Parallel) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the search says: the place and the rank of the published layout, and the layout that is first."""
+    """What the search says: the place and the rank of the published layout, and the layout that is first.
+
+    Attributes:
+        over_first: by how much of its time it is slower than the first; None if the accounting says that it does not fit.
+        search_s: CPU time of the search.
+    """
 
     published: Published
     place: int | None
@@ -180,12 +223,13 @@ class Found:
     over_first: float | None
     error: float | None
     first: Proposal
+    search_s: float
 
     def row(self) -> dict[str, Any]:
         """Its figures, and layouts as in ``_SHAPE``; no measured time."""
         shape, first = (" ".join(map(str, its)) for its in (self.published.shape, shape_of(self.first.parallel)))
         figures = {name: getattr(self, name) for name in ("place", "rank", "over_first", "error")}
-        return {"shape": shape, "first": first, **figures}
+        return {"shape": shape, "first": first, **figures, "search_s": round(self.search_s, 1)}
 
 
 def find(one: Published, top: int = 12) -> Found:
@@ -194,13 +238,14 @@ def find(one: Published, top: int = 12) -> Found:
     Raises:
         ConfigError: it is not expressible.
     """
-    cluster = one.cluster()
+    training, cluster = one.training(), one.cluster()
     links = cluster.links(Path())
-    evaluators = [Evaluator(training, cluster, links) for training in one.trainings()]
-    found = _fastest(evaluators, top)
+    began_s = time.process_time()
+    found = search(training, cluster, links, top).proposals
+    search_s = time.process_time() - began_s
     times = [its.iteration_s for its in found]
     place = next((at for at, its in enumerate(found) if shape_of(its.parallel) == one.shape), None)
-    own = found[place].iteration_s if place is not None else _own_s(evaluators, one)
+    own = found[place].iteration_s if place is not None else _own_s(training, cluster, links, one.shape)
     rank = None
     if own is not None:
         rank = ranks([its for its in times if its < own] + [own], MODEL_ERROR)[-1]
@@ -212,39 +257,15 @@ def find(one: Published, top: int = 12) -> Found:
         None if own is None else own / times[0] - 1,
         None if own is None else own / one.measured_s - 1,
         found[0],
+        search_s,
     )
 
 
-def _fastest(evaluators: Sequence[Evaluator], top: int) -> list[Proposal]:
-    """The fastest layouts of several trainings of one model, each as the faster of them has it.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    best: dict[Parallel, Proposal] = {}
-    problem: ConfigError | None = None
-    for its in evaluators:
-        try:
-            found = search(its.training, its.cluster, its.links, top).proposals
-        except ConfigError as error:
-            problem = error
-            continue
-        for proposal in found:
-            other = best.setdefault(proposal.parallel, proposal)
-            best[proposal.parallel] = min(proposal, other, key=lambda one: one.iteration_s)
-    if problem is not None and not best:
-        raise problem
-    return sorted(best.values(), key=lambda one: one.iteration_s)[:top]
-
-
-def _own_s(evaluators: Sequence[Evaluator], one: Published) -> float | None:
+def _own_s(training: Training, cluster: Cluster, links: Links, shape: Sequence[int]) -> float | None:
     """Seconds of the published layout, with the least recomputation that fits; None if there is no such layout."""
-    narrowed = []
-    for its in evaluators:
-        fixed = dict(its.training.fixed) | dict(zip(_SHAPE, one.shape, strict=True))
-        narrowed.append(Evaluator(replace(its.training, fixed=fixed), its.cluster, its.links))
+    fixed = dict(training.fixed) | dict(zip(_SHAPE, shape, strict=True))
     try:
-        return _fastest(narrowed, 1)[0].iteration_s
+        return search(replace(training, fixed=fixed), cluster, links, 1).proposals[0].iteration_s
     except ConfigError:
         return None
 
@@ -275,7 +296,7 @@ def _print(its: Found) -> None:
     recompute = "" if parallel.recompute is Recompute.NONE else f" {parallel.recompute.value}"
     print(
         f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.rank or '-':>4} {shown[0]} "
-        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB",
+        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB, {its.search_s:.0f} s",
         flush=True,
     )
 
@@ -287,6 +308,7 @@ def _figures(rows: Sequence[Published], found: Sequence[Found]) -> dict[str, Any
         "expressible": len(found),
         "recipes_in_first_five": fmean((its.rank or _FIRST + 1) <= _FIRST for its in found) if found else None,
         "exactly_in_first_five": fmean((its.place or _FIRST + 1) <= _FIRST for its in found) if found else None,
+        "refused": sum(its.error is None for its in found),
         "time_mean": fmean(errors) if errors else None,
         "rows": {its.published.name: its.row() for its in found},
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -183,8 +184,9 @@ def test_published_layouts_are_read_and_looked_for(tmp_path):
         measure_recipes(tmp_path, most_gpus=7)
 
 
-def test_layouts_of_experts_are_those_that_hide_their_exchange_and_others():
-    one = Published("Qwen3_30B_a3B", "DGX-B200", "BF16", 8, 64, 4096, False, (1, 1, 1, 8, 1, 1), 1.0)
-    plain, hidden = one.trainings()
-    assert set(hidden.others) - set(plain.others) == {"--overlap-moe-expert-parallel-comm"}
-    assert "--moe-grouped-gemm" not in hidden.ignored
+def test_a_published_training_has_the_flags_of_its_recipe():
+    one = Published("Qwen3_30B_a3B", "DGX-GB300", "MXFP8", 8, 512, 4096, False, (1, 1, 1, 8, 1, 8), 1.0)
+    known, other = one.training(), replace(one, batch=64).training()
+    assert {"hybridep", "full_iteration", "--overlap-moe-expert-parallel-comm"} < set(known.others) - set(other.others)
+    assert known.fixed == other.fixed == {"expert_tp": 1}
+    assert not {"--moe-grouped-gemm", "--cuda-graph-impl"} & set(known.ignored)

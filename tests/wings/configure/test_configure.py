@@ -224,7 +224,69 @@ def test_flags_say_which_exchanges_overlap(flag, name):
     assert [detailed(SMALL, flags).kernels.grouped for flags in ([flag], ["--moe-grouped-gemm"])] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("flags", "dispatcher"),
+    [
+        ("", ""),
+        ("--moe-token-dispatcher-type alltoall --moe-flex-dispatcher-backend hybridep", ""),
+        ("--moe-token-dispatcher-type flex", "deepep"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend=hybridep", "hybridep"),
+    ],
+)
+def test_flags_say_what_sends_tokens(flags, dispatcher):
+    assert detailed(SMALL, flags.split()).kernels.dispatcher == dispatcher
+
+
+@pytest.mark.parametrize(
+    ("flags", "graphs"),
+    [
+        ("--cuda-graph-impl none --cuda-graph-modules attn", ()),
+        ("--cuda-graph-impl full_iteration", ("iteration",)),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", ("iteration",)),
+        ("--cuda-graph-impl local", ("layer",)),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules full", ("layer",)),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router --bf16", ("attn", "moe_router")),
+    ],
+)
+def test_flags_say_what_graphs_launch(flags, graphs):
+    assert detailed(SMALL, flags.split()).kernels.graphs == graphs
+
+
+def test_an_all_gather_of_tokens_is_not_weighed():
+    flags = f"{FLAGS} --num-experts 8 --moe-token-dispatcher-type"
+    assert [read_flags([*flags.split(), kind]).ignored for kind in ("alltoall", "flex")] == [(), ()]
+    assert read_flags([*flags.split(), "allgather"]).ignored == ("--moe-token-dispatcher-type",)
+
+
+def test_deepep_wants_several_ranks_for_the_experts():
+    training = read_flags(f"{FLAGS} --num-experts 8 --moe-token-dispatcher-type flex".split())
+    found = list(layouts(training, 8, 4, Counter()))
+    assert {one.ep * one.tp > 1 for one in found} == {True}
+    hybrid = read_flags([*f"{FLAGS} --num-experts 8 --moe-token-dispatcher-type flex".split(), *HYBRID])
+    assert {one.ep * one.tp > 1 for one in layouts(hybrid, 8, 4, Counter())} == {True, False}
+
+
+HYBRID = ("--moe-flex-dispatcher-backend", "hybridep")
+
+
 # Latency
+
+
+def test_tokens_are_sent_once_to_each_node_and_from_there_to_each_rank():
+    """By hand: 2 of 8 experts on 4 ranks of 2 nodes; 11 of 14 pairs are on both, or either, of the halves."""
+    model = replace(SMALL, experts=8, experts_per_token=2)
+    once = replace(model, kernels=Kernels(dispatcher="hybridep"))
+    assert (once.chosen_share(1 / 2), once.chosen_share(1 / 4)) == pytest.approx((11 / 14, 13 / 28))
+    its = Parallel(pp=1, dp=4, ep=4, global_batch=4)
+    network = replace(NETWORKS["dgx-a100"], gpus_per_node=2, latency_s=0.0)
+    size = boundary_bytes(model, its)
+    slow = lay_out(Links.uniform(replace(network, inter_node_bytes_s=2e9), 2), its).stages[0]  # shared by two
+    assert overlap.dispatch_s(once, its, slow) == pytest.approx(size * 11 / 14 / 1e9)
+    assert overlap.dispatch_s(model, its, slow) == pytest.approx(size / 1e9)
+    inner = lay_out(Links.uniform(replace(network, intra_node_bytes_s=1e9, inter_node_bytes_s=1e12), 2), its)
+    assert overlap.dispatch_s(once, its, inner.stages[0]) == pytest.approx(2 * size * 13 / 28 / 1e9)
+    one = lay_out(Links.uniform(network, 2), replace(its, ep=1))
+    assert overlap.dispatch_s(once, replace(its, ep=1), one.stages[0]) == 0
 
 
 def test_what_experts_exchange_is_hidden_only_where_megatron_does_not_refuse_it():
@@ -684,7 +746,8 @@ def test_experts_and_corrections_have_intervals_of_their_own():
     experts, dense = margins(replace(SMALL, experts=8)), margins(SMALL)
     assert experts.high > dense.high > margins(SMALL, corrected=True).high > 1 > dense.low
     flex = margins(SMALL, flags=["--moe-flex-dispatcher-backend", "hybridep", "--fp8-format=hybrid"])
-    assert (flex.low, flex.high) == (dense.low, dense.high * 1.6)
+    assert flex == replace(dense, more_bytes=18 << 30)
+    assert flex.most_bytes(100 << 30) == dense.most_bytes(100 << 30) + (18 << 30)
     assert list(least_known(["--fp8-format=hybrid", "--bf16"])) == ["--fp8-format"]
 
 

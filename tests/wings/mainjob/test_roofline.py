@@ -47,6 +47,30 @@ def test_small_layers_take_as_long_as_their_launches():
     assert all(more > less for more, less in zip(launches(experts, wide), (forward, backward), strict=True))
 
 
+def test_a_graph_is_one_launch():
+    experts = replace(LARGE, experts=4)
+    plain, attention, layer, every = (
+        launches(replace(experts, kernels=Kernels(graphs=names)), ITS)
+        for names in ((), ("attn", "moe_router", "mlp"), ("layer",), ("iteration",))
+    )
+    assert (layer, every) == ((1, 1), (0, 0))
+    assert (plain[0] - attention[0], plain[1] - attention[1]) == (13, 26)  # the MLP's are not there
+    assert launches(replace(LARGE, kernels=Kernels(graphs=("attn", "mlp", "moe"))), ITS) == (2, 4)
+
+
+def test_what_is_sent_once_to_each_rank_is_moved_less():
+    experts = replace(LARGE, experts=8, experts_per_token=4)
+    its = replace(ITS, dp=2, ep=2, global_batch=4)
+    all_to_all, once = (
+        layer_parts(replace(experts, kernels=Kernels(dispatcher=name)), A100, its, 0.5)["moe"].forward_s
+        for name in ("", "deepep")
+    )
+    tokens_bytes = 2 * ITS.microbatch * LARGE.sequence * LARGE.hidden
+    sent = 2 * experts.chosen_share(1 / 2)  # 69 of 70 choices have an expert of each half
+    assert sent == pytest.approx(2 * 69 / 70)
+    assert all_to_all - once == pytest.approx(4 * (4 - sent) * tokens_bytes / (BANDWIDTH * A100.memory_bandwidth))
+
+
 def test_flash_attention_computes_half_of_the_scores_and_moves_none():
     unfused, flash = (
         layer_parts(replace(LARGE, kernels=Kernels(flash=flash)), A100, ITS, 0.5)["core_attn"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from megatron.fill.wings.mainjob.kernels import Kernels, Overlaps
 from megatron.fill.wings.mainjob.model import ModelSpec
@@ -67,6 +68,8 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         fp8_weights="--fp8-param-gather" in flags,
         fp8=engine and _value(flags, "--fp8-format") is not None,
         grouped="--moe-grouped-gemm" in flags,
+        dispatcher=_dispatcher(flags),
+        graphs=_graphs(flags),
         undecided=flash and deterministic and backend == "auto",
         overlaps=Overlaps(
             tensor=engine and "--tp-comm-overlap" in flags,
@@ -75,6 +78,33 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
             experts="--overlap-moe-expert-parallel-comm" in flags,
         ),
     )
+
+
+def _dispatcher(flags: Sequence[str]) -> str:
+    """What sends tokens to their experts, by its name in ``Kernels``; Megatron's default backend is DeepEP."""
+    flex = _value(flags, "--moe-token-dispatcher-type") == "flex"
+    return (_value(flags, "--moe-flex-dispatcher-backend") or "deepep") if flex else ""
+
+
+def _graphs(flags: Sequence[str]) -> tuple[str, ...]:
+    """What CUDA graphs launch, by its name in ``Kernels``; without modules, they launch whole layers."""
+    impl = _value(flags, "--cuda-graph-impl") or "none"
+    modules = _values(flags, "--cuda-graph-modules") or _values(flags, "--cuda-graph-scope")
+    if impl == "full_iteration" or "full_iteration" in modules:
+        return ("iteration",)
+    if impl not in ("local", "transformer_engine"):
+        return ()
+    return tuple(modules) if modules and modules != ["full"] else ("layer",)
+
+
+def _values(flags: Sequence[str], name: str) -> list[str]:
+    """Values of the last flag of a name."""
+    found: list[str] = []
+    for at, flag in enumerate(flags):
+        head, equals, tail = flag.partition("=")
+        if head == name:
+            found = [tail] if equals else list(takewhile(lambda one: not one.startswith("--"), flags[at + 1 :]))
+    return found
 
 
 def _value(flags: Sequence[str], name: str) -> str | None:

@@ -42,6 +42,7 @@ _NEUTRAL = re.compile(
     "transformer-impl|attention-backend|use-flash-attn|deterministic-mode|no-create-attention-mask-in-dataloader|"
     "defer-embedding-wgrad-compute|wgrad-deferral-limit|cross-entropy-loss-fusion|cross-entropy-fusion-impl|"
     "no-masked-softmax-fusion|no-gradient-accumulation-fusion|moe-grouped-gemm|"
+    "cuda-graph-(?:impl|modules|scope|warmup-steps)|moe-flex-dispatcher-backend|"
     "overlap-grad-reduce|overlap-param-gather|tp-comm-overlap|overlap-moe-expert-parallel-comm|"
     "bert-no-binary-head|max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
     "make-vocab-size-divisible-by|padded-vocab-size|norm-epsilon|rotary-.*|rope-.*|use-rope-scaling|init-method-.*|"
@@ -75,6 +76,8 @@ def is_neutral(flag: str, value: str | None) -> bool:
         raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected adam, whose memory alone is counted")
     if flag == "--recompute-method" and value not in ("uniform", "block"):
         raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected uniform or block")
+    if flag == "--moe-token-dispatcher-type":
+        return value in ("alltoall", "flex")
     if flag in _COUNTED:
         return value == _COUNTED[flag]
     return flag in ("--optimizer", "--recompute-method") or _NEUTRAL.fullmatch(flag) is not None

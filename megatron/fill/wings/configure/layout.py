@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.fill.wings.configure.links import Links, Route
+from megatron.fill.wings.configure.links import Edge, Links, Route
 from megatron.fill.wings.mainjob.parallel import Parallel
 
 
@@ -23,6 +23,24 @@ class StageRoutes:
     experts: tuple[Route, ...]  # per distance in the group
     replicas: Route
     expert_replicas: Route
+    spread: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The nodes of a group of ranks with different experts.
+
+    Attributes:
+        nodes: number of nodes that a group is on, the most of all groups.
+        ranks: number of its ranks on one of them, the most.
+        between: route from each rank of a group to a rank of the same place on the group's next node.
+        within: route between the group's ranks of a node, in a ring.
+    """
+
+    nodes: int
+    ranks: int
+    between: Route
+    within: Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +110,26 @@ def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRout
         ),
         links.ring(columns),
         links.ring([ranks[first::share] for first in range(share)]) if its.has_expert_groups else Route(),
+        spread(links, experts),
     )
+
+
+def spread(links: Links, groups: Sequence[Sequence[int]]) -> Spread:
+    """Return the nodes of groups of ranks, all of which send at once."""
+    parts: list[Sequence[int]] = []
+    between: list[Edge] = []
+    most = 1
+    for group in groups:
+        nodes: dict[int, list[int]] = {}
+        for rank in group:
+            nodes.setdefault(links.nodes[rank], []).append(rank)
+        own = list(nodes.values())
+        parts += own
+        most = max(most, len(own))
+        if len(own) > 1:
+            following = zip(own, [*own[1:], own[0]], strict=True)
+            between += [(rank, there[at % len(there)]) for here, there in following for at, rank in enumerate(here)]
+    return Spread(most, max(map(len, parts), default=1), links.route(between), links.ring(parts))
 
 
 def both_ways(

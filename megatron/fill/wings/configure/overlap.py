@@ -24,10 +24,12 @@ _EIGHT_BITS = 0.75  # of tensor parallelism's bytes: what is gathered is half as
 
 
 def expert_problem(model: ModelSpec, its: Parallel) -> str:
-    """Return what Megatron expects of a layout whose experts' exchange is to be hidden; "" if it has that.
+    """Return what Megatron expects of a layout for its experts' dispatcher, and for hiding it; "" if it has that.
 
-    As in Megatron-core 0.19, ``TransformerConfig``.
+    As in Megatron-core 0.19, ``MoEFlexTokenDispatcher`` and ``TransformerConfig``.
     """
+    if model.kernels.dispatcher == "deepep" and its.ep * its.expert_width == 1:
+        return "with --moe-token-dispatcher-type flex, --expert-model-parallel-size is above 1, or the experts' tensor's"
     if not model.kernels.overlaps.experts:
         return ""
     if its.ep == 1:
@@ -100,7 +102,8 @@ def layer_exchange_s(
     Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); in
     pieces, all but the first of them may be hidden by products.  Context parallelism passes keys and values round, and
     in the backward pass their gradients too, while it computes the attention to those before.  Experts are sent their
-    tokens, and send them back; with a second microbatch under way, its passes hide it (``expert_problem``).
+    tokens, and send them back (``dispatch_s``); with a second microbatch under way, its passes hide it
+    (``expert_problem``).
 
     Args:
         parts: the layer's; None to count no tensor parallelism and hide nothing, as passes are measured.
@@ -110,8 +113,7 @@ def layer_exchange_s(
     if its.cp > 1:
         keys = size * model.keys_width / model.hidden / its.tp
         keys_s = routes.context.time_s(keys * (its.cp - 1), its.cp - 1)
-    share = size / its.tp * model.experts_per_token / its.ep  # with experts, sequence parallelism is on
-    experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
+    experts_s = 2 * dispatch_s(model, its, routes)
     if parts is None:
         return keys_s + experts_s, 2 * keys_s + experts_s
     reduce_s = tensor_exchange_s(model, its, routes.tensor)
@@ -126,6 +128,23 @@ def layer_exchange_s(
         sent_s = exposed_s(experts_s, products_s + attention_s, 1 / its.microbatches) if hidden else experts_s
         found.append(tensor_s + context_s + sent_s)
     return found[0], found[1]
+
+
+def dispatch_s(model: ModelSpec, its: Parallel, routes: StageRoutes) -> float:
+    """Return the seconds in which ranks send the tokens of one pass of one layer to their experts, or back.
+
+    In an all-to-all, a token goes to each of its experts.  The others (``Kernels.dispatcher``) send it once to each node
+    with experts of it, to the rank of the same place, which passes it on to the ranks of its node while others arrive.
+    """
+    if its.ep == 1:
+        return 0.0
+    size = boundary_bytes(model, its) / its.tp  # with experts, sequence parallelism is on
+    if not model.kernels.dispatcher:
+        return sum(route.time_s(size * model.experts_per_token / its.ep) for route in routes.experts)
+    there = routes.spread
+    between = size * (there.nodes - 1) * model.chosen_share(1 / there.nodes)
+    within = size * there.nodes * (there.ranks - 1) * model.chosen_share(1 / its.ep)
+    return max(there.between.time_s(between), there.within.time_s(within))
 
 
 def transfers_hold(its: Parallel, measured: bool) -> bool:

@@ -68,12 +68,12 @@ class Proposal:
     @property
     def interval_bytes(self) -> tuple[int, int]:
         """The ends of the interval of ``peak_bytes``."""
-        return int(self.peak_bytes * self.margins.low), int(self.peak_bytes * self.margins.high)
+        return int(self.peak_bytes * self.margins.low), self.margins.most_bytes(self.peak_bytes)
 
     def cycles(self) -> list[BubbleCycle]:
         """The bubbles of each stage's GPUs, with the memory that the upper end of the training's interval leaves."""
         return [
-            bubble_cycle(self.timeline, stage, self.room_bytes - int(its.total_bytes * self.margins.high))
+            bubble_cycle(self.timeline, stage, self.room_bytes - self.margins.most_bytes(its.total_bytes))
             for stage, its in enumerate(self.memory)
         ]
 
@@ -155,7 +155,7 @@ class Evaluator:
 
     def fits(self, held_bytes: int) -> bool:
         """Return True if the upper end of a peak's interval is within the room."""
-        return held_bytes * self.margins.high <= self.cluster.room_bytes
+        return self.margins.most_bytes(held_bytes) <= self.cluster.room_bytes
 
     def proposal(self, times: Iteration, order: Sequence[int] | None = None) -> Proposal | None:
         """It timed; None if it does not fit after all."""
@@ -165,7 +165,7 @@ class Evaluator:
             held = self.correction.corrected(self._models[its.tp], its, held)
         most = max(one.total_bytes for one in held)
         interval = self._interval(its, most)
-        if most * interval.high > self.cluster.room_bytes:
+        if interval.most_bytes(most) > self.cluster.room_bytes:
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
         return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes, interval)
@@ -256,7 +256,7 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
         )
         return (
             f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs "
-            f"{least / GIB:.2f} GiB of a GPU, at most {least * evaluator.margins.high / GIB:.2f} GiB; expected at most "
+            f"{least / GIB:.2f} GiB of a GPU, at most {evaluator.margins.most_bytes(least) / GIB:.2f} GiB; expected at most "
             f"{cluster.room_bytes / GIB:.2f} GiB"
         )
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))

@@ -53,6 +53,12 @@ class Kernels:
             the weights, which the passes of an iteration share (its ``module/base.py``).
         fp8_weights: True if weights are 8-bit numbers themselves, twice, with no others.
         grouped: True if the products of all experts of a rank are made at once.
+        dispatcher: what sends tokens to their experts, ``deepep`` or ``hybridep``; "" for an all-to-all.  Those two send
+            a token once to each node that has experts of it, whose ranks pass it on, and once to each of the ranks
+            (<https://github.com/deepseek-ai/DeepEP>).
+        graphs: parts of a layer whose kernels are launched as one CUDA graph: ``attn``, ``mlp``, ``moe``,
+            ``moe_router`` and ``moe_preprocess`` (Megatron-core 0.19, ``CudaGraphModule``), all of them as one with
+            ``layer``; with ``iteration``, the passes of a whole iteration are one.
         undecided: True if Transformer Engine may take unfused attention instead, as its flash kernels are not all
             deterministic.
         overlaps: the exchanges that do not stop the kernels.
@@ -71,6 +77,8 @@ class Kernels:
     fp8: bool = False
     fp8_weights: bool = False
     grouped: bool = False
+    dispatcher: str = ""
+    graphs: tuple[str, ...] = ()
     undecided: bool = False
     overlaps: Overlaps = Overlaps()
 

@@ -7,6 +7,7 @@ embeddings, with the scale and shift of each layer norm.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import ClassVar
 
 from megatron.fill.wings.mainjob.kernels import LOCAL, Kernels
@@ -126,14 +127,22 @@ class ModelSpec:
         """The width inside the MLP."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
+    def chosen_share(self, part: float) -> float:
+        """Return the share of tokens that have an expert in a part of the experts, if experts are chosen evenly.
+
+        Args:
+            part: share of the experts.
+        """
+        others = self.experts * (1 - part)
+        none = 1.0
+        for at in range(self.experts_per_token):
+            none *= max(0.0, others - at) / (self.experts - at)
+        return 1 - none
+
     @property
     def bare(self) -> ModelSpec:
         """The model of its first layers, those without experts; itself if it has no experts."""
-        if not self.experts:
-            return self
-        width = self.dense_ffn or self.ffn_hidden
-        fields: dict[str, int] = {"experts": 0, "experts_per_token": 1, "shared_width": 0, "dense_layers": 0}
-        return replace(self, **fields, ffn_hidden=width)  # type: ignore[arg-type]
+        return _bare(self) if self.experts else self
 
     @property
     def head(self) -> int:
@@ -303,3 +312,10 @@ MODELS: dict[str, ModelSpec] = {
     "freeride-3.6b": ModelSpec(layers=72, hidden=2048, heads=16, sequence=1024, vocabulary=0, source=_FREERIDE),
     "freeride-6b": ModelSpec(layers=120, hidden=2048, heads=16, sequence=1024, vocabulary=0, source=_FREERIDE),
 }
+
+
+@lru_cache(maxsize=64)  # a search asks for it for each stage of each layout
+def _bare(model: ModelSpec) -> ModelSpec:
+    width = model.dense_ffn or model.ffn_hidden
+    fields: dict[str, int] = {"experts": 0, "experts_per_token": 1, "shared_width": 0, "dense_layers": 0}
+    return replace(model, **fields, ffn_hidden=width)  # type: ignore[arg-type]

@@ -34,14 +34,18 @@ _CONTEXT_KERNELS = 8
 _EXPERT_KERNELS = 16  # router, sorting, exchange
 _EACH_KERNELS = 3  # of an expert of its own: two products and what is between them
 _LATENT_KERNELS = 8  # two products and a norm more for each of both latents, and joining rotated channels to others
+# Of these, in the parts of a layer that a CUDA graph may have: of _LAYER_KERNELS those with the norm before attention,
+# and of _EXPERT_KERNELS the norm before the router, it, and what counts and places tokens; the exchange is in none.
+_GRAPHED = {"attn": 9, "mlp": 7, "moe": 23, "moe_router": 6, "moe_preprocess": 5}
+_DENSE_PARTS, _ROUTED_PARTS = ("attn", "mlp"), ("attn", "moe", "moe_router", "moe_preprocess")
 _FP8_RATE = 2  # of 16-bit numbers', by the data sheets
 _LOSS_PASSES = 3  # over logits in single precision
 # Bytes moved more for each number that is made an 8-bit one and written twice: 4 if it is read for it, none if a norm
 # or an activation gives it, as with most inputs of products and one gradient of four; and 2 to find a scale first.
 _QUANTIZED = 3
-# SimuMax's measured products of several experts at once (--moe-grouped-gemm) reach 0.302 of a B200's peak on average,
-# others 0.488.
-_GROUPED = 0.62
+# SimuMax's measured products of several experts at once (--moe-grouped-gemm) on B200, with 128 to 1,232 rows for each
+# expert (configs/system/b200_bf16_ceperm.json): others' time, but as if each expert had so many rows more.
+_GROUPED_ROWS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +113,12 @@ def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float
     local, width = model.experts / its.ep, its.expert_width
     rows = tokens * model.experts_per_token * width / its.tp / local
     at_once = model.kernels.grouped and local > 1
-    grouped = replace(roof, rate=roof.rate * (_GROUPED if at_once else 1.0))
+    grouped = replace(roof, rate=roof.rate / (1 + _GROUPED_ROWS / rows) if at_once else roof.rate)
     # Of each token, in and out: one is read and k are written in the order of their ranks, k and k in that of the
-    # experts on these; and back in the same way.  So it is 2 (1 + k) + 4 k.
-    moved = roof.number * tokens / its.tp * model.hidden * (2 + 6 * model.experts_per_token)
+    # experts on these; and back in the same way.  So it is 2 (1 + k) + 4 k.  What is sent once to each rank is written
+    # there in place of the first k, and read for the order of the experts.
+    sent = its.ep * model.chosen_share(1 / its.ep) if model.kernels.dispatcher else model.experts_per_token
+    moved = roof.number * tokens / its.tp * model.hidden * 2 * (1 + 2 * sent + model.experts_per_token)
     parts["moe"] = _mlp(model, grouped, rows, model.ffn / width).times(local) + roof.traffic(moved, moved)
     activation = local * roof.number * rows * model.ffn / width * (3 if model.swiglu else 2)
     parts["moe_act"] = roof.traffic(activation, 0.0)
@@ -175,13 +181,20 @@ def _joined(its: Parallel, roof: _Roofline, size: Sizes) -> Part:
 
 
 def launches(model: ModelSpec, its: Parallel) -> tuple[int, int]:
-    """Return the number of kernels that a layer's forward and backward pass launch."""
+    """Return the number of kernels that a layer's forward and backward pass launch, a CUDA graph as one."""
+    graphs = model.kernels.graphs
+    if "iteration" in graphs:
+        return 0, 0
+    if "layer" in graphs:
+        return 1, 1
     more = _CONTEXT_KERNELS * (its.cp > 1) + _EXPERT_KERNELS * (model.experts > 0)
     more += _LATENT_KERNELS * (model.latent is not None)
     if model.experts and not model.kernels.grouped:  # one after the other
         more += _EACH_KERNELS * (model.experts // its.ep - 1)
     tensor = _TENSOR_KERNELS * (its.tp > 1)
-    return _LAYER_KERNELS + more + tensor, 2 * (_LAYER_KERNELS + more) + tensor
+    there = _ROUTED_PARTS if model.experts else _DENSE_PARTS
+    layer = _LAYER_KERNELS + more - sum(_GRAPHED[name] - 1 for name in graphs if name in there)
+    return layer + tensor, 2 * layer + tensor
 
 
 def stage_cost(

@@ -159,6 +159,10 @@ def _print_ignored(training: Training) -> None:
 
 
 def _unsure(flag: str, its: Margins) -> str:
+    from megatron.fill.wings.mainjob.hardware import GIB
+
+    if its.more_bytes:
+        return f"{flag} (the interval's upper end is {its.more_bytes / GIB:.0f} GiB further)"
     if (its.low, its.high) == (1, 1):
         return f"{flag} (never measured alone)"
     return f"{flag} (the interval's ends are {its.low:g} and {its.high:g} times as far)"
