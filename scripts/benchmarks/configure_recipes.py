@@ -49,9 +49,7 @@ _ALL = (
     "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap "
 )
 _LLAMA = _ALL + "--group-query-attention --num-query-groups 8 --vocab-size 128256 "
-_EXPERTS = _ALL + (
-    "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --expert-tensor-parallel-size 1 "
-)
+_EXPERTS = _ALL + ("--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --expert-tensor-parallel-size 1 ")
 _QWEN = (
     _EXPERTS + "--group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --vocab-size 151936 "
     "--num-experts 128 --moe-router-topk 8 "
@@ -213,7 +211,7 @@ class Found:
     """What the search says: the place and the rank of the published layout, and the layout that is first.
 
     Attributes:
-        over_first: by how much of its time it is slower than the first; None if the accounting says that it does not fit.
+        over_first: by how much it is slower than the first; None if it does not fit by the accounting.
         search_s: CPU time of the search.
     """
 
@@ -296,7 +294,8 @@ def _print(its: Found) -> None:
     recompute = "" if parallel.recompute is Recompute.NONE else f" {parallel.recompute.value}"
     print(
         f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.rank or '-':>4} {shown[0]} "
-        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB, {its.search_s:.0f} s",
+        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB; "
+        f"searched for {its.search_s:.0f} s",
         flush=True,
     )
 

@@ -283,8 +283,8 @@ def test_tokens_are_sent_once_to_each_node_and_from_there_to_each_rank():
     slow = lay_out(Links.uniform(replace(network, inter_node_bytes_s=2e9), 2), its).stages[0]  # shared by two
     assert overlap.dispatch_s(once, its, slow) == pytest.approx(size * 11 / 14 / 1e9)
     assert overlap.dispatch_s(model, its, slow) == pytest.approx(size / 1e9)
-    inner = lay_out(Links.uniform(replace(network, intra_node_bytes_s=1e9, inter_node_bytes_s=1e12), 2), its)
-    assert overlap.dispatch_s(once, its, inner.stages[0]) == pytest.approx(2 * size * 13 / 28 / 1e9)
+    inner = lay_out(Links.uniform(replace(network, intra_node_bytes_s=1e9, gpus_per_node=4), 1), its).stages[0]
+    assert overlap.dispatch_s(once, its, inner) == pytest.approx(3 * size * 13 / 28 / 1e9)
     one = lay_out(Links.uniform(network, 2), replace(its, ep=1))
     assert overlap.dispatch_s(once, replace(its, ep=1), one.stages[0]) == 0
 

@@ -81,13 +81,13 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
 
 
 def _dispatcher(flags: Sequence[str]) -> str:
-    """What sends tokens to their experts, by its name in ``Kernels``; Megatron's default backend is DeepEP."""
+    """Sender of tokens to their experts, by its name in ``Kernels``; Megatron's default backend is DeepEP."""
     flex = _value(flags, "--moe-token-dispatcher-type") == "flex"
     return (_value(flags, "--moe-flex-dispatcher-backend") or "deepep") if flex else ""
 
 
 def _graphs(flags: Sequence[str]) -> tuple[str, ...]:
-    """What CUDA graphs launch, by its name in ``Kernels``; without modules, they launch whole layers."""
+    """Parts that CUDA graphs launch, by their names in ``Kernels``; without modules, they launch whole layers."""
     impl = _value(flags, "--cuda-graph-impl") or "none"
     modules = _values(flags, "--cuda-graph-modules") or _values(flags, "--cuda-graph-scope")
     if impl == "full_iteration" or "full_iteration" in modules:

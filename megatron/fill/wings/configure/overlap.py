@@ -29,7 +29,7 @@ def expert_problem(model: ModelSpec, its: Parallel) -> str:
     As in Megatron-core 0.19, ``MoEFlexTokenDispatcher`` and ``TransformerConfig``.
     """
     if model.kernels.dispatcher == "deepep" and its.ep * its.expert_width == 1:
-        return "with --moe-token-dispatcher-type flex, --expert-model-parallel-size is above 1, or the experts' tensor's"
+        return "with --moe-flex-dispatcher-backend deepep, --expert-model-parallel-size or the experts' tp is above 1"
     if not model.kernels.overlaps.experts:
         return ""
     if its.ep == 1:
@@ -133,8 +133,8 @@ def layer_exchange_s(
 def dispatch_s(model: ModelSpec, its: Parallel, routes: StageRoutes) -> float:
     """Return the seconds in which ranks send the tokens of one pass of one layer to their experts, or back.
 
-    In an all-to-all, a token goes to each of its experts.  The others (``Kernels.dispatcher``) send it once to each node
-    with experts of it, to the rank of the same place, which passes it on to the ranks of its node while others arrive.
+    In an all-to-all, a token goes to each of its experts.  The others (``Kernels.dispatcher``) send it once to each
+    node with experts of it, to the rank of the same place, which passes it on to ranks of its node while others arrive.
     """
     if its.ep == 1:
         return 0.0

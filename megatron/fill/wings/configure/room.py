@@ -38,8 +38,8 @@ _DENSE = Margins(0.98, 1.02)
 _EXPERTS = Margins(0.97, 1.03)  # tokens are not routed evenly
 _CORRECTED = Margins(0.99, 1.01)  # a learned correction has its own margin
 # Flags with which peaks are known least, and by how much the ends of the interval are further then: those that one or
-# two measured trainings had, whose peaks say it; with (1, 1) none was measured that differs in this flag alone.  The two
-# with another dispatcher held as many bytes more, one of them on layouts with four times as many tokens.
+# two measured trainings had, whose peaks say it; with (1, 1) none was measured that differs in this flag alone.  Of the
+# two with another dispatcher one had four times as many tokens in a microbatch, and both held as many bytes more.
 _LEAST_KNOWN = {
     "--moe-flex-dispatcher-backend": Margins(1.0, 1.0, 18 * GIB),
     "--cuda-graph-impl": Margins(0.85, 1.0),  # what graphs hold counts as free between their replays

@@ -256,8 +256,8 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
         )
         return (
             f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs "
-            f"{least / GIB:.2f} GiB of a GPU, at most {evaluator.margins.most_bytes(least) / GIB:.2f} GiB; expected at most "
-            f"{cluster.room_bytes / GIB:.2f} GiB"
+            f"{least / GIB:.2f} GiB of a GPU, at most {evaluator.margins.most_bytes(least) / GIB:.2f} GiB; expected at "
+            f"most {cluster.room_bytes / GIB:.2f} GiB"
         )
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

@@ -53,7 +53,7 @@ class Kernels:
             the weights, which the passes of an iteration share (its ``module/base.py``).
         fp8_weights: True if weights are 8-bit numbers themselves, twice, with no others.
         grouped: True if the products of all experts of a rank are made at once.
-        dispatcher: what sends tokens to their experts, ``deepep`` or ``hybridep``; "" for an all-to-all.  Those two send
+        dispatcher: sender of tokens to their experts, ``deepep`` or ``hybridep``; "" for an all-to-all.  Those two send
             a token once to each node that has experts of it, whose ranks pass it on, and once to each of the ranks
             (<https://github.com/deepseek-ai/DeepEP>).
         graphs: parts of a layer whose kernels are launched as one CUDA graph: ``attn``, ``mlp``, ``moe``,
