@@ -169,6 +169,17 @@ def test_products_of_experts_are_slower_at_once_but_launched_together():
     assert launches(model, alone) == launches(at_once, alone)
 
 
+def test_products_of_small_experts_at_once_take_their_launches_unless_a_graph_has_them():
+    experts = replace(LARGE, hidden=512, heads=8, ffn_hidden=64, experts=64, experts_per_token=8)
+    plain, graphed = (
+        layer_parts(replace(experts, kernels=Kernels(grouped=True, graphs=graphs)), A100, ITS, 0.5)["moe"]
+        for graphs in ((), ("iteration",))
+    )
+    moved_s = 2 * ITS.microbatch * LARGE.sequence * 512 * (2 + 6 * 8) / (BANDWIDTH * A100.memory_bandwidth)
+    assert plain.forward_s > 2 * 64 * 9e-6 + moved_s > graphed.forward_s
+    assert plain.backward_s > 4 * 64 * 9e-6 + moved_s > graphed.backward_s
+
+
 def test_the_last_stage_has_the_output_layer_and_parallelism_divides_it():
     inner, last = cost(), cost(is_last=True)
     output_ns = 1e9 * LARGE.output_flops(2) / (0.5 * A100.peak_flops)
@@ -183,4 +194,4 @@ def test_the_last_stage_has_the_output_layer_and_parallelism_divides_it():
     dense = layer_parts(LARGE, A100, ITS, 0.5)["mlp"].forward_s
     assert 2 * dense < alone < 2.2 * dense  # tokens are put in order beside it
     rows = ITS.microbatch * LARGE.sequence * 2 / 4  # of an expert, as two ranks' tokens go to four experts each
-    assert grouped - alone == pytest.approx(2 * dense * 240 / rows, rel=0.05)
+    assert grouped - alone == pytest.approx(2 * dense * 200 / rows, rel=0.05)
