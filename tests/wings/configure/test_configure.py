@@ -272,6 +272,13 @@ HYBRID = ("--moe-flex-dispatcher-backend", "hybridep")
 # Latency
 
 
+@pytest.mark.parametrize(("ranks", "each"), [(8, 50e9), (4, 100e9), (1, 100e9)])
+def test_ranks_that_leave_a_node_at_once_share_all_of_its_way_out(ranks, each):
+    network = replace(NETWORKS["dgx-h100"], intra_node_bytes_s=100e9, inter_node_bytes_s=400e9)
+    route = Links.uniform(network, 2).route((rank, rank + 8) for rank in range(ranks))
+    assert [speed for speed, _ in route] == pytest.approx([each])
+
+
 def test_tokens_are_sent_once_to_each_node_and_from_there_to_each_rank():
     """By hand: 2 of 8 experts on 4 ranks of 2 nodes; 11 of 14 pairs are on both, or either, of the halves."""
     model = replace(SMALL, experts=8, experts_per_token=2)

@@ -36,7 +36,8 @@ class Links:
         bytes_per_s: N x N, from row to column, while nothing else is sent; the diagonal does not count.
         latency_s: N x N.
         nodes: per rank, the number of its node.
-        nics: per node, number of its ranks that may send to other nodes at full speed at once; more of them share.
+        nics: per node, number of its ranks that may send to other nodes at full speed at once; more of them share.  Not
+            a whole number where a node's way out is faster than a rank, but not by a multiple.
         period: number of ranks after which a group of adjacent ranks has the same links again; 0 if there is none.
         rendezvous: a transfer between stages holds both its ends, as gloo's does; else only its receiver waits.
     """
@@ -44,7 +45,7 @@ class Links:
     bytes_per_s: Sequence[Sequence[float]]
     latency_s: Sequence[Sequence[float]]
     nodes: tuple[int, ...]
-    nics: int = 1
+    nics: float = 1
     period: int = 0
     rendezvous: bool = False
 
@@ -58,7 +59,7 @@ class Links:
 
     @classmethod
     def uniform(cls, network: NodeNetwork, nodes: int) -> Links:
-        """As the data sheet has them: the ranks of a node share its one way out."""
+        """As the data sheet has them: the ranks of a node share its one way out, none faster than inside the node."""
         its = network.gpus_per_node
         inside, outside = network.intra_node_bytes_s, min(network.intra_node_bytes_s, network.inter_node_bytes_s)
         rows = []
@@ -67,7 +68,8 @@ class Links:
             row[node * its : (node + 1) * its] = [inside] * its
             rows += [row] * its
         latency = [network.latency_s] * (nodes * its)
-        return cls(rows, [latency] * (nodes * its), tuple(rank // its for rank in range(nodes * its)), period=its)
+        places = tuple(rank // its for rank in range(nodes * its))
+        return cls(rows, [latency] * (nodes * its), places, network.inter_node_bytes_s / outside, its)
 
     def first(self, ranks: int) -> Links:
         """Those of the first ranks only."""
