@@ -21,6 +21,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -44,6 +45,7 @@ _NODE = 8  # GPUs
 _GPUS = {"a100": ("a100-80gb", "dgx-a100"), "h100": ("h100-80gb", "dgx-h100")}  # by the platform's name
 _ONE_EFFICIENCY = 0.45  # the simulator's
 _CLOSE, _PAIRED = 0.03, 0.1
+_RIGHT, _MOST_PERCENT = 0.9, 100
 _FLAGS = {
     "--num-layers": "# layers",
     "--hidden-size": "hidden size",
@@ -165,6 +167,7 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
         "lost_mean": fmean(lost) if lost else None,
         "pairs": len(pairs),
         "ratio_mean": fmean(map(abs, pairs)) if pairs else None,
+        "ordered_from": _ordered_from(choices),
     }
 
 
@@ -188,3 +191,15 @@ def _pairs(choice: Sequence[tuple[float, float]]) -> list[float]:
         for predicted, measured_s in others
         if predicted <= (1 + _PAIRED) * first
     ]
+
+
+def _ordered_from(choices: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+    """Return the difference of predictions, in whole percents, above which nine in ten pairs are in the right order."""
+    pairs = [
+        (other / one, other_s > one_s) for its in choices for (one, one_s), (other, other_s) in combinations(its, 2)
+    ]
+    for percent in range(_MOST_PERCENT):
+        further = [right for ratio, right in pairs if ratio > 1 + percent / 100]
+        if further and fmean(further) >= _RIGHT:
+            return percent / 100
+    return None

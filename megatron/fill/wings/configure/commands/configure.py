@@ -247,7 +247,7 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80 if not priced else 90).print(table)
     if len(set(ranked)) < len(ranked):
-        print(f"= marks ties: rows within {error:.1%} of a rank's first, the predictions' mean error.")
+        print(f"= marks ties: rows within {error:.1%} of a rank's first, whose order is not known.")
     for number, one in enumerate(choice.best, 1):
         first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers
         if first is not None or last is not None:
