@@ -1,4 +1,4 @@
-"""Jobs on a terminal: a colour for each state, sizes, counts, and job-supplied text with control characters escaped."""
+"""Jobs on a terminal: colours of states, amounts, sizes, counts, and jobs' text with control characters escaped."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def size(size_bytes: int) -> str:
 def mib(size_bytes: int) -> str:
     """Return a number of bytes in whole MiB: for an amount beside its limit, where ``size`` may show both as equal."""
     return f"{size_bytes / (1 << 20):.0f} MiB"
+
+
+def amount(value: float) -> str:
+    """Return an amount of work: whole from 100 on, with three digits below."""
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -133,9 +133,9 @@ def _show(pages: Sequence[ControlPage], as_json: bool, standings: Sequence[RankS
         table.add_column(heading, justify="right")
     table.add_column("STATE")
     table.add_column("ACKNOWLEDGED")
-    for row in rows:
+    for page, row in zip(pages, rows, strict=True):
         heard = "yes" if row["acknowledged"] else "no" if row["agent"] else "-"
-        agent = str(row["agent"] or "gone")
+        agent = str(row["agent"] or ("gone" if page.agent else "starting"))
         table.add_row(str(row["rank"]), str(row["pid"]), agent, str(row["state"]), heard)
     Console(highlight=False).print(table)
     for line in lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +109,24 @@ def plan(
     else:
         _print_rows(rows)
         if unknown:
-            print(f"Without a profile: {', '.join(unknown)}; first run: pipefill profile {jobs}")
+            print(f"Without a profile: {', '.join(unknown)}; first run: {_profile(jobs, profiles, store)}")
     fitting = [row for row in rows if row.job]
     if png and fitting:
         _draw(png, fitting)
     if not fitting:
         raise typer.Exit(1)
+
+
+def _profile(jobs: Path, profiles: Path | None, store: str | None) -> str:
+    """Return the command that makes the profiles that are missing."""
+    from megatron.fill.store.location import shown
+
+    where = (
+        f"--output {shlex.quote(str(profiles))}"
+        if profiles is not None
+        else f"--store {shlex.quote(shown(store or ''))}"
+    )
+    return f"pipefill profile {shlex.quote(str(jobs))} {where}"
 
 
 def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms: float) -> dict[int, BubbleCycle]:

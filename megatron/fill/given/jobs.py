@@ -71,7 +71,11 @@ def matching(pattern: str, expected: str) -> AfterValidator:
 
 
 def _split_command(value: object) -> object:
-    return shlex.split(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return shlex.split(value)
+    if not isinstance(value, list | tuple):
+        raise ValueError("expected a command line, in quotes if it looks like a number or a switch, or a list of words")
+    return value
 
 
 def _list(value: object) -> object:

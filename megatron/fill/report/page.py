@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from megatron.fill.display import one_line
+from megatron.fill.display import amount, one_line
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
 from megatron.fill.records import Estimate, RankFiles
@@ -167,9 +167,9 @@ def _jobs(jobs: Sequence[JobReport]) -> Iterable[str]:
             job.name,
             str(job.state),
             "-" if job.rank is None else str(job.rank),
-            f"{job.work_done:,.6g} {job.unit}",
+            f"{amount(job.work_done)} {job.unit}",
             f"{job.harvested_s:,.1f}",
-            "-" if job.rate is None else f"{job.rate:,.4g}",
+            "-" if job.rate is None else amount(job.rate),
             str(len(job.attempts)),
             job.reason,
         )

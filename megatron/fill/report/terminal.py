@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.fill.display import one_line, state_colour
+from megatron.fill.display import amount, one_line, state_colour
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
@@ -161,8 +161,8 @@ def _job_table(jobs: Sequence[JobReport]) -> Table:
             escape(one_line(job.name)),
             f"[{state_colour(job.state)}]{job.state}[/]",
             "-" if job.rank is None else str(job.rank),
-            escape(one_line(f"{_amount(job.work_done)} {job.unit}".rstrip())),
-            "-" if job.rate is None else _amount(job.rate),
+            escape(one_line(f"{amount(job.work_done)} {job.unit}".rstrip())),
+            "-" if job.rate is None else amount(job.rate),
             escape(one_line(job.reason)),
         )
     return table
@@ -363,12 +363,6 @@ def _short(value: float) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.1f}"
-
-
-def _amount(value: float) -> str:
-    if value >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def _distribution(times: Percentiles | None) -> str:

@@ -249,6 +249,11 @@ class TestCommands:
             assert out.splitlines()[1].split()[3:] == ["PAUSED", "yes"]
             assert "rank1.json is damaged" in err
 
+    def test_an_agent_that_has_not_started_yet_is_not_gone(self, tmp_path, monkeypatch, capsys):
+        ControlPage.create(0).announce(tmp_path)
+        _, out, _ = self.run(monkeypatch, capsys, "status", tmp_path)
+        assert out.split()[-3:] == ["starting", "RUNNING", "yes"]
+
     def test_an_agent_that_is_gone_is_not_waited_for(self, tmp_path, monkeypatch, capsys, child):
         page = ControlPage.create(0)
         page.announce(tmp_path)

@@ -84,7 +84,7 @@ def test_the_table_fits_80_columns(files):
     assert second.split() == ["2", "train-0", "b4", "1", "in", "2", "2", "67.8%", "98.3%", "5"]
     assert "train-1" not in output
     assert "rank 2: huge: node 'forward' of b1 (500.000 ms, 10 bytes) is 411.800 ms too long for bubble 0" in output
-    assert "Without a profile: new; first run: pipefill profile jobs.yaml" in output
+    assert "Without a profile: new; first run: pipefill profile jobs.yaml --output profiles.json" in output
 
 
 def test_json_holds_the_plans(files):

@@ -128,6 +128,14 @@ def test_a_comparison_names_folders_as_they_are(capsys):
     assert "[red]a" in capsys.readouterr().out
 
 
+def test_work_of_millions_is_written_out():
+    report = report_of(*synthetic_run())
+    jobs = [report.jobs[0].model_copy(update={"work_done": 1_731_180_000.0, "rate": 147_317_576.4})]
+    text = "".join(page_module._jobs(jobs))
+    assert "1,731,180,000 images" in text
+    assert "147,317,576<" in text
+
+
 def test_a_missing_library_is_said_with_its_remedy(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
     with pytest.raises(FillError, match=re.escape("pip install 'pipefill[page]'")):
