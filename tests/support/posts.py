@@ -31,6 +31,7 @@ from megatron.fill.records import AgentFile
 from megatron.fill.store.values import Claim, DeviceEntry, Job
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
+from tests.support.pages import closed_pages
 
 WORK = Work("m:C")
 
@@ -128,12 +129,13 @@ class Post:
 @contextmanager
 def post(folder: Path, **spec: Any) -> Iterator[Post]:
     """One whose store answers; what this process runs otherwise is not taken for its orphans."""
-    made = Post(folder, **spec)
-    others = set(children(os.getpid())) - OWN
-    OWN.update(others)
-    try:
-        yield made
-    finally:
-        made.pool.stand_down()
-        made.gate.end()
-        OWN.difference_update(others)
+    with closed_pages():
+        made = Post(folder, **spec)
+        others = set(children(os.getpid())) - OWN
+        OWN.update(others)
+        try:
+            yield made
+        finally:
+            made.pool.stand_down()
+            made.gate.end()
+            OWN.difference_update(others)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.fill.sandbox import SandboxSupport, look
 from tests.support.children import Child
+from tests.support.pages import closed_pages
 from tests.support.sandboxed import GUEST, Inside
 
 
@@ -41,6 +42,13 @@ def holder(child: Callable[[Callable[[int], None]], Child]) -> Callable[[Callabl
         return one
 
     return start
+
+
+@pytest.fixture
+def own_pages() -> Iterator[None]:
+    """The descriptors of pages that the test makes are closed at its end."""
+    with closed_pages():
+        yield
 
 
 @pytest.fixture(scope="session")

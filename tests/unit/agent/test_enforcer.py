@@ -23,6 +23,7 @@ from megatron.fill.types import BubbleUse
 from tests.support.waiting import until
 
 GRACE_NS = 30_000_000
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 class Bench:

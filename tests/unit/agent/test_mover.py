@@ -21,6 +21,7 @@ from tests.support.memory_store import MemoryStore
 
 MS = 1_000_000
 WORK = Work("m:C")
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 class Bench:

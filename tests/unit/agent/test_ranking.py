@@ -27,6 +27,7 @@ from tests.support.memory_store import MemoryStore
 MS = 1_000_000
 MIB = 1 << 20
 ELSEWHERE = Status(JobState.QUEUED, Cause.DOES_NOT_FIT, "no bubble", device="rank 1")
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 def work(task: str = "m:C", memory_bytes: int | None = None) -> Work:

@@ -26,6 +26,7 @@ from megatron.fill.pages.watcher import ControlWatcher
 from tests.support.waiting import until
 
 NODE = os.uname().nodename
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 def an_agent(page: ControlPage, acts: bool = True) -> Callable[[int], None]:

@@ -20,6 +20,7 @@ from tests.support.waiting import until
 _WAKE, _REQUEUE = 1, 3
 _LONG_NS = 10**12
 libc = ctypes.CDLL(None, use_errno=True)
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 class Attacker:

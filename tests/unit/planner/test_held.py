@@ -29,6 +29,7 @@ from tests.support.fakes import worker_spec
 from tests.support.posts import post
 
 MS, MIB = 1_000_000, 1 << 20
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 def cycle(*free_mib: int) -> BubbleCycle:

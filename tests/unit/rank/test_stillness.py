@@ -30,6 +30,7 @@ from tests.support.waiting import until
 
 S = 1_000_000_000
 NODE = os.uname().nodename
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 @dataclass

@@ -23,7 +23,10 @@ from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import BubbleKind
 
 SOURCE = Path(__file__).parents[2] / "support" / "libcuda.c"
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler (cc)")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler (cc)"),
+    pytest.mark.usefixtures("own_pages"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from megatron.fill.types import CycleKey, RankInfo
 from tests.support.fake_stream import MS, ThreadStream
 
 INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0")
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("own_pages")]
 
 
 class Rank:

@@ -21,6 +21,7 @@ from megatron.fill.worker.pacing import at_once
 from tests.support.fakes import FakeGate, worker_spec
 
 MS = 1_000_000
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 def profile(batch: int, *nodes_ms: float, work: float | None = None) -> JobProfile:
