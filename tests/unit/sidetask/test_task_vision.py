@@ -77,19 +77,26 @@ def test_an_updates_passes_are_steps_of_their_own(tmp_path):
 
 
 def test_without_batchnorm_micro_batches_change_nothing(tmp_path):
-    args = {**TINY, "model": "vgg19", "updates": 3}
+    args = {**TINY, "model": "vgg19", "data_args": {"samples": 7}, "updates": 2}  # a whole batch, and what is left
     whole, parts = (drive(ImageTraining, tmp_path, **args, micro_batch=micro) for micro in (4, 1))
     for one, other in zip(weights(whole), weights(parts), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
+UPDATES: dict[str, Any] = {**TINY, "micro_batch": 2, "updates": 7}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ImageTraining:
+    """All updates without an interruption."""
+    return drive(ImageTraining, tmp_path_factory.mktemp("whole"), **UPDATES)
+
+
 @pytest.mark.parametrize("stride", [1, 2, 5])
-def test_it_resumes_exactly(tmp_path: Path, stride: int):
-    args = {**TINY, "micro_batch": 2, "updates": 7}
-    whole = drive(ImageTraining, tmp_path / "whole", **args)
+def test_it_resumes_exactly(tmp_path: Path, whole: ImageTraining, stride: int):
     directory, state, done, work = tmp_path / "parts", None, False, 0.0
     while not done:
-        machine = begin(ImageTraining, directory, state, **args)
+        machine = begin(ImageTraining, directory, state, **UPDATES)
         try:
             for _ in range(3 + stride):  # at least one update
                 work += machine.run_next_step()

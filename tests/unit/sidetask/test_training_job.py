@@ -47,7 +47,7 @@ class Stream:
         return iter(points(10))
 
 
-def run(directory, state=None, nodes=None, configuration=None, **changed):
+def begin(directory, state=None, configuration=None, **changed):
     directory.mkdir(exist_ok=True)
     task = TrainingJob()
     task.context = TaskContext("x", directory)
@@ -57,6 +57,11 @@ def run(directory, state=None, nodes=None, configuration=None, **changed):
     if configuration is not None:
         task.configure(Configuration.parse(configuration))
     task.init()
+    return task
+
+
+def run(directory, state=None, nodes=None, configuration=None, **changed):
+    task = begin(directory, state, configuration, **changed)
     work: list[float] = []
     while nodes is None or len(work) < nodes:
         try:
@@ -87,13 +92,16 @@ def test_it_is_the_plain_loop_bit_for_bit(tmp_path, optimizer):
 )
 def test_a_checkpoint_at_every_node_goes_on_bit_for_bit(tmp_path, source):
     whole, work = run(tmp_path / "whole", data=source)
+    before = begin(tmp_path / "before", data=source)
     for steps in range(len(work) + 1):
-        before, first = run(tmp_path / "parts", nodes=steps, data=source)
         state = copy.deepcopy(before.state_dict())
-        after, second = run(tmp_path / "parts", state, data=source)
-        assert sum(first) + sum(second) == 20
+        after, rest = run(tmp_path / "after", state, data=source)
+        assert sum(work[:steps]) + sum(rest) == 20
         assert_same(after, whole)
         assert after.context.result == whole.context.result
+        if steps < len(work):
+            assert before.run_next_step() == work[steps]
+    assert_same(before, whole)  # to be saved at each node changes nothing
 
 
 def test_no_configuration_changes_what_is_learnt(tmp_path):
