@@ -76,15 +76,20 @@ if [ $# -gt 0 ]; then
 fi
 # Of end-to-end tests, which train on two cores, no more than two are run at a time.  They often wait for something, and
 # so do some of the others: side by side both keep the cores busy, and the end-to-end tests' output comes last.
+# Both fork what needs torch, or Megatron too, from processes that have imported it.
 status=0
 export OMP_NUM_THREADS=1  # else the libraries' threads of two processes spin for two cores
-log=$(mktemp)
+unset PYTHONDONTWRITEBYTECODE  # else each of them compiles all tests
+folder=$(mktemp -d)
+export PIPEFILL_TEST_FRESH=$folder/fresh PIPEFILL_TEST_WARM=$folder/megatron
 set -m  # without job control, bash has a command in the background ignore Ctrl-C
-"$venv/bin/python" -m pytest --numprocesses 2 tests/e2e >"$log" 2>&1 &
+"$venv/bin/python" tests/e2e/warm.py --two "$PIPEFILL_TEST_FRESH" "$PIPEFILL_TEST_WARM" </dev/null >/dev/null 2>&1 &
+warm=$!
+"$venv/bin/python" -m pytest --numprocesses 2 tests/e2e >"$folder/log" 2>&1 &
 e2e=$!
 set +m
-trap 'kill -INT "$e2e" 2>/dev/null || :; rm -f "$log"' EXIT
+trap 'kill -INT "$e2e" 2>/dev/null || :; rm -rf "$folder"; kill -KILL "$warm"' EXIT
 "$venv/bin/python" -m pytest --numprocesses 2 "${suites[@]}" || status=$?
 wait "$e2e" || status=$?
-cat "$log"
+cat "$folder/log"
 exit "$status"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ def is_controller(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep bytecode, and start the process that all workers fork Pythons from."""
+    """Keep bytecode, and start the process that all workers are forked from, as are Pythons of their tests."""
     # pytest rewrites the assertions of 350 files: without their bytecode, every worker does so in every run.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -30,11 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
         # A thousand calls of ``pipefill`` are run in these processes, and each would build all commands anew.
         typer.main.get_command = functools.cache(typer.main.get_command)
         return
-    from tests.e2e.training import warm
+    from tests.e2e.training import HERE, warm
 
     stack = ExitStack()
     config.add_cleanup(stack.close)
     stack.enter_context(warm())
+    # Each worker would import torch and what else the tests use, for 5 s.
+    python = shlex.join([sys.executable, str(HERE / "launch.py"), "fresh"])
+    config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,8 @@
 With PIPEFILL_TEST_WARM or PIPEFILL_TEST_FRESH in the environment, the ranks are forked by who listens there
 (``warm.py``): one that has imported Megatron, or has not.  When a rank fails the others are ended, and its exit code is
 returned.  SIGABRT is passed on to all of them: a warm rank then prints where each of its threads is.  With 0 for RANKS
-this process stands for one warm Python, whose environment is its own.
+this process stands for one warm Python, whose environment and standard input are its own, and with ``fresh`` for one
+that has not imported Megatron.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from scripts.benchmarks.one_gpu import free_port
 from tests.e2e.warm import take_terminal
 
 WARM, FRESH = "PIPEFILL_TEST_WARM", "PIPEFILL_TEST_FRESH"
+_IMPORTS_S = 120.0  # for so long a process may import before it listens
 
 
 class Cold:
@@ -70,9 +72,12 @@ class Warm:
 
     Args:
         where: socket of that process.
-        output: descriptors of its standard output and error.
+        output: descriptors of its standard output and error, and of its standard input if it has one.
         directory: its working folder; by default that of this process.
         terminal: its output is a terminal of its own.
+
+    Raises:
+        TimeoutError: nobody listens there, and nobody begins to.
     """
 
     def __init__(
@@ -80,11 +85,14 @@ class Warm:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         where: str,
-        output: tuple[int, int] = (1, 2),
+        output: Sequence[int] = (1, 2),
         directory: Path | None = None,
         terminal: bool = False,
     ) -> None:
+        latest_s = time.monotonic() + _IMPORTS_S
         while not Path(where).exists():
+            if time.monotonic() > latest_s:
+                raise TimeoutError(f"nobody listens at {where}")
             time.sleep(0.05)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(where)
@@ -140,17 +148,19 @@ def placed(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def one(arguments: list[str]) -> int:
-    """Stand for a warm Python: end when it ends, and pass on that it is to end."""
-    python = Warm(arguments, dict(os.environ), os.environ[WARM])
+def one(arguments: list[str], where: str) -> int:
+    """Stand for a Python that is forked there: end when it ends, and pass on that it is to end."""
+    python = Warm(arguments, dict(os.environ), where, (1, 2, 0))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(python.pid, signal.SIGTERM))
     return python.wait()
 
 
 def main() -> int:
+    if sys.argv[1] == "fresh":
+        return one(sys.argv[2:], os.environ[FRESH])
     ranks = int(sys.argv[1])
     if not ranks:
-        return one(sys.argv[2:])
+        return one(sys.argv[2:], os.environ[WARM])
     with free_port() as port:
         running = [start_rank(sys.argv[2:], os.environ | placed(rank, ranks, port)) for rank in range(ranks)]
         signal.signal(signal.SIGABRT, lambda number, _: send(number, running))

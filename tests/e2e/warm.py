@@ -1,11 +1,13 @@
 """A process that has imported what every rank imports, and forks Pythons: they start in a second instead of eight.
 
     python warm.py SOCKET [MODULE...]
+    python warm.py --two SOCKET SOCKET
 
 It serves one request per connection: a JSON line with ``argv``, ``cwd`` and ``env``, and ``terminal`` if the output is
-one of its own; standard output and error as descriptors.  It answers with the pid of the new process, which lives in
-the mount and network namespaces of the process that asks, and then with its exit code.  Of Megatron it has imported
-what is named: nothing where the patches are to find it as fresh as in a process of their own.
+one of its own; standard output, error and, if it has one, input as descriptors.  It answers with the pid of the new
+process, which lives in the mount and network namespaces of the process that asks, and then with its exit code.  Of
+Megatron it has imported what is named: nothing where the patches are to find it as fresh as in a process of their own.
+With ``--two`` it forks another one for the second socket, with what every rank imports, that ends with it.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ HEAVY = (
 # Megatron, and what `pretrain_gpt.py` imports of PipeFill: nothing is patched by that.
 RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql")
 ORPHAN_S = 30.0
+PR_SET_PDEATHSIG = 1
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
 SHOWN: list[ctypes.Array[ctypes.c_char]] = []  # what the kernel shows of this process, kept in place
 # In the environment of a rank:
@@ -55,11 +58,15 @@ REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step, if i
 MOUNTS = "PIPEFILL_TEST_MOUNTS"  # what it and its agent see in the place of some files and folders, as JSON
 
 
-def serve(path: str, *modules: str) -> None:
+def serve(path: str, *modules: str, then: str = "") -> None:
+    """Serve at ``path``, and with what every rank imports at ``then``, until this process is killed."""
     for name in (*HEAVY, *modules):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     draw()
+    if then and os.fork() == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        serve(then, *RANK)
     if "megatron.training" in sys.modules:
         parse()
         save()
@@ -117,7 +124,7 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     descriptors = array.array("i")
     data = b""
     with contextlib.suppress(ConnectionError):
-        data, ancillary, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(2 * descriptors.itemsize))
+        data, ancillary, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(3 * descriptors.itemsize))
         for _, _, content in ancillary:
             descriptors.frombytes(content)
         while not data.endswith(b"\n") and (more := connection.recv(1 << 20)):
@@ -146,7 +153,7 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
         os._exit(1)
     connection.close()
     os.setsid()
-    for number, descriptor in zip((1, 2), descriptors, strict=True):
+    for number, descriptor in zip((1, 2, 0), descriptors, strict=False):
         os.dup2(descriptor, number)
         os.close(descriptor)
     if request.get("terminal"):
@@ -166,6 +173,8 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     if MOUNTS in os.environ:
         mount(json.loads(os.environ[MOUNTS]))
     code = 0
+    if argv[0] == "-u":
+        argv = argv[1:]
     if argv[0] == "-W":
         warnings.simplefilter(argv[1])
         argv = argv[2:]
@@ -261,4 +270,6 @@ def end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--two":
+        serve(sys.argv[2], then=sys.argv[3])
     serve(*sys.argv[1:])

@@ -142,7 +142,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    result = python("-c", SCRIPT)
+    result = python("-c", SCRIPT, megatron=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ AFTER = "import megatron.core, megatron.training.training\n" + BEFORE
 LINE = "PipeFill: no CUDA device: Megatron runs on the CPU over gloo, one core per rank\n"
 
 
-def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    result = python("-c", code, **environ)
+def run(code: str, /, *, megatron: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
+    result = python("-c", code, megatron=megatron, **environ)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -207,7 +208,7 @@ def test_applied_before_megatron_is_imported() -> None:
 def test_applied_after_megatron_is_imported_on_another_rank() -> None:
     core = "import os\ncores = sorted(os.sched_getaffinity(0))\n"
     pinned = "assert os.sched_getaffinity(0) == {cores[1 % len(cores)]}\n"
-    assert run(core + AFTER + pinned + USE, RANK="1", LOCAL_RANK="1").stdout == ""
+    assert run(core + AFTER + pinned + USE, megatron=True, RANK="1", LOCAL_RANK="1").stdout == ""
 
 
 def test_more_ranks_than_cores_are_told_what_jobs_cost_them() -> None:
@@ -218,7 +219,7 @@ def test_more_ranks_than_cores_are_told_what_jobs_cost_them() -> None:
 
 def test_a_rank_that_srun_binds_has_a_core_of_its_own() -> None:
     one_core = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    ranks = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    ranks: dict[str, Any] = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     srun = ranks | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_CPUS_PER_TASK": "1"}
     assert run(one_core + BEFORE, **srun).stdout == LINE
     # torchrun is one task, and its ranks share what that has
@@ -268,7 +269,7 @@ def test_groups_that_share_a_device_are_as_torch_makes_them() -> None:
 
 
 def test_it_is_idempotent_and_reverts_to_the_initial_state() -> None:
-    lines = run(REVERT).stdout.splitlines(keepends=True)
+    lines = run(REVERT, megatron=True).stdout.splitlines(keepends=True)
     assert "".join(line for line in lines if "was tested with" not in line) == LINE * 2
 
 

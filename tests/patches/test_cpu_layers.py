@@ -75,7 +75,8 @@ assert isinstance(maybe_move_tensor_to_cpu(torch.ones(2)), torch.Tensor)
 
 def test_layers_on_two_ranks(tmp_path):
     def run(rank: str) -> subprocess.CompletedProcess[str]:
-        return python("-c", CODE, str(tmp_path / "meet"), rank, RANK=rank, LOCAL_RANK=rank, GLOO_SOCKET_IFNAME="lo")
+        environ = {"RANK": rank, "LOCAL_RANK": rank, "GLOO_SOCKET_IFNAME": "lo"}
+        return python("-c", CODE, str(tmp_path / "meet"), rank, megatron=True, **environ)
 
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(run, ["0", "1"]):

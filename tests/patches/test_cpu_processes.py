@@ -60,7 +60,7 @@ if __name__ == "__main__":
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     script: Path = tmp_path_factory.mktemp("processes") / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    result = python(str(script))
+    result = python(str(script), megatron=True)
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout.splitlines()[-1])
 

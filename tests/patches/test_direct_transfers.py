@@ -73,9 +73,9 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("stages", [2, 1, 0], ids=["a pipeline", "stages across grids", "no parallel state"])
 def test_waits_for_transfers_posted_directly_are_bubbles(stages: int, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as both:
-        results = list(
-            both.map(lambda rank: python("-c", SCRIPT, str(rank), str(tmp_path / "store"), str(stages)), range(2))
-        )
+        code = ("-c", SCRIPT)
+        rest = (str(tmp_path / "store"), str(stages))
+        results = list(both.map(lambda rank: python(*code, str(rank), *rest, megatron=True), range(2)))
     for result in results:
         assert result.returncode == 0, result.stderr[-3000:]
     value, found, keys, spent, waited = json.loads(results[1].stdout.splitlines()[-1])

@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core.pipeline_parallel.multimodule_communicator")
 @cache
 def trained(*arguments: str) -> dict[str, dict[str, Any]]:
     """By topology; all of them in one go, since starting takes longest."""
-    done = python("-m", "tests.patches.graph_runs", *arguments, PIPEFILL_CPU_BACKEND="1")
+    done = python("-m", "tests.patches.graph_runs", *arguments, megatron=True, PIPEFILL_CPU_BACKEND="1")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["topology"]: line for line in lines}

@@ -51,10 +51,10 @@ STATE = """
 """
 
 
-def run(code: str) -> str:
-    """Run the code in a fresh interpreter; its output."""
+def run(code: str, megatron: bool = False) -> str:
+    """Run the code in a fresh interpreter, which may have imported Megatron; its output."""
     source = textwrap.dedent(STATE) + textwrap.dedent(code)
-    done = python("-c", source)
+    done = python("-c", source, megatron=megatron)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -79,7 +79,8 @@ def test_applied_before_megatron_is_imported():
 
 
 def test_applied_after_megatron_is_imported():
-    output = run("""
+    output = run(
+        """
     import sys
     import megatron.training.training, pipefill_patches
     before = state()
@@ -121,14 +122,17 @@ def test_applied_after_megatron_is_imported():
         with contextlib.redirect_stderr(told), contextlib.suppress(SystemExit):
             parse_args()
         assert told.getvalue().count("\\n") == 1 and said in told.getvalue(), told.getvalue()
-    """)
+    """,
+        megatron=True,
+    )
     assert "--fill-jobs FILE" in output
     assert "--pipeline-model-parallel-size" in output
 
 
 def test_the_signatures_decide_and_not_the_version():
     """Neither the number that the imported code gives itself nor what pip says of another copy keeps a patch away."""
-    output = run("""
+    output = run(
+        """
     import importlib.metadata, logging, sys
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     import megatron.core, pipefill_patches
@@ -147,7 +151,9 @@ def test_the_signatures_decide_and_not_the_version():
         pipefill_patches.apply(("training_loop",))
     except pipefill_patches.PatchError as error:
         print(error)
-    """)
+    """,
+        megatron=True,
+    )
     quiet, warned = output.split("TESTED\n")
     assert "was tested" not in quiet
     warning, refusal = warned.strip().splitlines()
@@ -175,7 +181,7 @@ def test_a_copy_in_front_of_pips_is_the_one_that_is_judged(tmp_path):
 
 
 def test_every_patch_fits_what_is_installed():
-    done = python("-m", "pipefill_patches", "--check")
+    done = python("-m", "pipefill_patches", "--check", megatron=True)
     assert done.returncode == 0, done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith(": fits")] == [
         f"{name}:" for name in pipefill_patches.PATCHES
@@ -183,7 +189,8 @@ def test_every_patch_fits_what_is_installed():
 
 
 def test_our_script_refuses_a_version_that_builds_models_in_another_way():
-    said = run(f"""
+    said = run(
+        f"""
     import sys
     sys.path.insert(0, {str(ROOT)!r})
     sys.stderr = sys.stdout
@@ -196,7 +203,9 @@ def test_our_script_refuses_a_version_that_builds_models_in_another_way():
         launch(pretrain_gpt.main)
     except SystemExit as stop:
         print(stop.code)
-    """)
+    """,
+        megatron=True,
+    )
     line, code = said.splitlines()[-2:]
     assert line.startswith("pretrain_gpt.py: error: this script is written for megatron-core 0.19: cannot import name")
     assert "python -m pipefill_patches" in line
@@ -211,7 +220,8 @@ def test_what_a_patch_changes_the_meaning_of_must_be_used():
 
 
 def test_a_changed_signature_and_a_missing_function_are_refused():
-    run("""
+    run(
+        """
     import pipefill_patches
     from megatron.core.pipeline_parallel import p2p_communication
     upstream = p2p_communication.P2PCommunicator._communicate
@@ -226,7 +236,9 @@ def test_a_changed_signature_and_a_missing_function_are_refused():
             raise AssertionError("a wrong signature was patched")
         if hasattr(p2p_communication.P2PCommunicator, "_communicate"):
             del p2p_communication.P2PCommunicator._communicate
-    """)
+    """,
+        megatron=True,
+    )
 
 
 def test_an_unknown_patch_is_refused():

@@ -79,7 +79,7 @@ def arguments(model: ModelSpec, parallel: Parallel) -> dict[str, Any]:
 def upstream() -> dict[str, tuple[float, float]]:
     """Weights with optimizer, and activations, of the fullest rank, in bytes; in one process, as the import is slow."""
     asked = [{"args": arguments(*case), "microbatches": case[1].microbatches} for case in CASES.values()]
-    done = python("-c", UPSTREAM, json.dumps(asked))
+    done = python("-c", UPSTREAM, json.dumps(asked), megatron=True)
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     return dict(zip(CASES, map(tuple, json.loads(line.removeprefix("FOUND "))), strict=True))

@@ -64,7 +64,7 @@ print(seen.facts)
 
 
 def test_every_capture_of_a_graph_is_a_disturbance():
-    done = python("-c", SCRIPT)
+    done = python("-c", SCRIPT, megatron=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-3:] == [
         "['pass', 'capture begins', 'pass', 'capture ends', 'graph capture', 'replay', 'replay']",
@@ -96,7 +96,7 @@ for level in (2, 0):
 
 
 def test_megatrons_timers_are_read_over_all_of_the_run():
-    done = python("-c", TIMERS)
+    done = python("-c", TIMERS, megatron=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-2:] == [
         "{'save-checkpoint': True, 'forward-backward': True, 'forward-compute': True}",
@@ -130,6 +130,6 @@ print(seen, attached.steps)
 
 
 def test_who_looks_for_spans_is_called_as_an_iteration_begins_and_an_error_there_harms_nobody():
-    done = python("-c", STEPS)
+    done = python("-c", STEPS, megatron=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "['step', 5, 'step', 'step'] None"
