@@ -52,6 +52,7 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
     if "--defer-embedding-wgrad-compute" in flags:
         given = _value(flags, "--wgrad-deferral-limit") or "0"
         deferred = int(given) or None if given.isdecimal() and given.isascii() else None
+    fp8 = engine and _value(flags, "--fp8-format") is not None
     fused_loss = "--cross-entropy-loss-fusion" in flags
     engine_loss = fused_loss and _value(flags, "--cross-entropy-fusion-impl") == "te"
     return Kernels(
@@ -66,7 +67,8 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         deferred=deferred,
         deterministic=deterministic,
         fp8_weights="--fp8-param-gather" in flags,
-        fp8=engine and _value(flags, "--fp8-format") is not None,
+        fp8=fp8,
+        fp8_per_tensor=fp8 and (_value(flags, "--fp8-recipe") or "delayed") in ("delayed", "tensorwise"),
         grouped="--moe-grouped-gemm" in flags,
         dispatcher=_dispatcher(flags),
         graphs=_graphs(flags),

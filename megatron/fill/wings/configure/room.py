@@ -76,9 +76,13 @@ def least_bytes(model: ModelSpec, its: Parallel) -> int:
     with virtual stages, where each of them counts as the smallest of the rank.
     """
     parts, layers = micro_batch(model, its), its.layers(model)
-    few = (0,) if its.pp == 1 else (0, 1, its.pp - 1)  # memory falls from the second stage on, if stages are alike
-    stages = few if its.stage_layers is None and not model.dense_layers else range(its.pp)
     dense = its.dense_layers(model)
+    # of stages that are alike, the first has most passes in flight; those at the ends are like no other
+    first: dict[object, int] = {}
+    for stage in range(its.pp):
+        alike = tuple((layers[virtual], dense[virtual]) for virtual in its.held(stage))
+        first.setdefault(stage if stage in (0, its.pp - 1) else alike, stage)
+    stages = first.values()
     peaks = ((stage, _held(its, passes(parts, its, layers, stage, dense), stage)) for stage in stages)
     return max(held_memory(model, its, parts, stage, peak).total_bytes for stage, peak in peaks)
 

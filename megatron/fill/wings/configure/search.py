@@ -132,6 +132,8 @@ class Evaluator:
     def _model(self, tp: int) -> ModelSpec:
         """The model on the cluster's GPUs, which may be too old for the attention that flags choose."""
         model = padded(self.training, tp)
+        if self.cluster.gpu.fp8_any_order and model.kernels.fp8_per_tensor:
+            model = replace(model, kernels=replace(model.kernels, fp8_copies=1))
         if self.cluster.gpu.flash_attention:
             return model
         return unfused(model)

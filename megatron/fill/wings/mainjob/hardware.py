@@ -23,6 +23,7 @@ class GpuKind:
         flash_attention: share of the efficiency of products that flash attention reaches; 0 for generations before
             Ampere, which its kernels do not run on.
         sustained: share of the efficiency of other kinds that large products reach, at the clock that power allows.
+        fp8_any_order: True if products take 8-bit numbers in either order, so that weights need no transposed copies.
     """
 
     name: str
@@ -33,6 +34,7 @@ class GpuKind:
     source: str = ""
     flash_attention: float = 1.0
     sustained: float = 1.0
+    fp8_any_order: bool = False
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
@@ -114,6 +116,7 @@ GPUS: dict[str, GpuKind] = {
             "NVIDIA DGX B200 data sheet: an eighth of it",
             _FLASH,
             _SUSTAINED,
+            fp8_any_order=True,
         ),
         GpuKind(
             "b300",
@@ -124,9 +127,30 @@ GPUS: dict[str, GpuKind] = {
             "NVIDIA HGX B300 data sheet: an eighth of it",
             _FLASH,
             _SUSTAINED,
+            fp8_any_order=True,
         ),
-        GpuKind("gb200", 2500e12, 186 * GIB, 8000e9, _C2C, "NVIDIA GB200 NVL72 data sheet", _FLASH, _SUSTAINED),
-        GpuKind("gb300", 2500e12, 278 * GIB, 8000e9, _C2C, "NVIDIA GB300 NVL72 data sheet", _FLASH, _SUSTAINED),
+        GpuKind(
+            "gb200",
+            2500e12,
+            186 * GIB,
+            8000e9,
+            _C2C,
+            "NVIDIA GB200 NVL72 data sheet",
+            _FLASH,
+            _SUSTAINED,
+            fp8_any_order=True,
+        ),
+        GpuKind(
+            "gb300",
+            2500e12,
+            278 * GIB,
+            8000e9,
+            _C2C,
+            "NVIDIA GB300 NVL72 data sheet",
+            _FLASH,
+            _SUSTAINED,
+            fp8_any_order=True,
+        ),
         GpuKind(
             "rtx-6000-ada",
             364.2e12,

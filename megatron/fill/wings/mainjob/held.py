@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.fill.wings.mainjob.memory import StageMemory, expert_parameters, stage_parameters
+from megatron.fill.wings.mainjob.memory import StageMemory, embeddings, expert_parameters, stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.wings.mainjob.tape import Sizes, kept_bytes, layer_tape, peak_bytes, sizes
@@ -269,13 +269,18 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     divided = (parameters - experts) / divisor + experts / expert_divisor
     precision = its.precision
     copied = model.kernels.fp8 and not model.kernels.fp8_weights
-    copies = 2 * parameters if copied else 0.0  # as 8-bit numbers, as they are and transposed
+    copies = model.kernels.fp8_copies * parameters if copied else 0.0  # as 8-bit numbers
+    weights = parameters * precision.weight_bytes
+    if model.kernels.fp8_weights:  # which those of embeddings are not
+        whole = embeddings(model, its, rank) * model.embedding_parameters / its.tp
+        whole += model.positions * model.hidden * (0 in its.held(rank))
+        weights = whole * precision.weight_bytes + (parameters - whole) * model.kernels.fp8_copies
     # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
     # activations.
     step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
     peak += _deferred_bytes(model, its, rank) + _stand_in_bytes(model, its, rank)
     return StageMemory(
-        weights_bytes=round(parameters * precision.weight_bytes),
+        weights_bytes=round(weights),
         gradients_bytes=round(parameters * precision.gradient_bytes),
         optimizer_bytes=round(divided * min(12, precision.optimizer_bytes)),
         activations_bytes=round(max(peak + copies, step)) + parts.buffer,

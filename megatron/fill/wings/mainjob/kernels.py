@@ -51,7 +51,10 @@ class Kernels:
         deterministic: True if cuBLAS has the large workspace that determinism takes.
         fp8: True if matrix products take 8-bit numbers: Transformer Engine keeps their inputs as such, and copies of
             the weights, which the passes of an iteration share (its ``module/base.py``).
-        fp8_weights: True if weights are 8-bit numbers themselves, twice, with no others.
+        fp8_weights: True if weights are 8-bit numbers themselves, ``fp8_copies`` times, with no others.
+        fp8_per_tensor: True if 8-bit numbers have one scale for a whole tensor.
+        fp8_copies: number of 8-bit copies of a weight: 2, one for each order in which it is read; 1 where products read
+            it in both and it has one scale (Transformer Engine's ``nvte_is_non_tn_fp8_gemm_supported``).
         grouped: True if the products of all experts of a rank are made at once.
         dispatcher: sender of tokens to their experts, ``deepep`` or ``hybridep``; "" for an all-to-all.  Those two send
             a token once to each node that has experts of it, whose ranks pass it on, and once to each of the ranks
@@ -76,6 +79,8 @@ class Kernels:
     deterministic: bool = False
     fp8: bool = False
     fp8_weights: bool = False
+    fp8_per_tensor: bool = False
+    fp8_copies: int = 2
     grouped: bool = False
     dispatcher: str = ""
     graphs: tuple[str, ...] = ()

@@ -45,15 +45,21 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     if model.kernels.transformer_engine:  # each of its ranks has the projections to latents
         whole += (dense + routed) * model.down_parameters * (1 - 1 / parallel.tp)
     if 0 in held:
-        matrices += model.embedding_parameters
         whole += model.positions * model.hidden
     if parallel.pp * parallel.chunks - 1 in held:
         whole += model.final_norm_parameters + model.head_parameters
-        if 0 not in held or not model.tied_embeddings:
-            matrices += model.embedding_parameters
-        if 0 not in held and later:  # the embedding, to predict later tokens
-            matrices += model.embedding_parameters
+    matrices += embeddings(model, parallel, rank) * model.embedding_parameters
     return matrices / parallel.tp + whole + expert_parameters(model, parallel, rank)
+
+
+def embeddings(model: ModelSpec, parallel: Parallel, rank: int) -> int:
+    """Return the number of matrices of a stage that are as large as the embedding: it and the output layer."""
+    held = parallel.held(rank)
+    first, last = 0 in held, parallel.pp * parallel.chunks - 1 in held
+    if not last:
+        return int(first)
+    later = not first and model.predicted > 0  # the embedding, to predict later tokens
+    return first + (not first or not model.tied_embeddings) + later
 
 
 def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
