@@ -80,7 +80,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     @functools.wraps(train_step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
         iteration = (kwargs.get("iteration") or 0) + 1
-        attached.step_began(iteration)
+        attached.iteration_began(iteration)
         bus.begin_iteration(iteration)
         try:
             return train_step(*args, **kwargs)

@@ -64,7 +64,7 @@ class Attached:
     offload: OffloadAdvice | None = None
     waits: HeldReceives | None = None
     figures: Callable[[], Mapping[str, float]] | None = None  # returns the figures of the run that are known
-    steps: Callable[[int], None] | None = None  # called inside Megatron's span of the iteration, with its number
+    spans: Callable[[int], None] | None = None  # called inside Megatron's span of the iteration, with its number
 
     def parsed(self, args: Namespace) -> None:
         """Call ``Lifecycle.on_parse``."""
@@ -81,13 +81,13 @@ class Attached:
             except Exception:
                 logger.exception("PipeFill failed to start; the training goes on without it")
 
-    def step_began(self, iteration: int) -> None:
-        """Call ``steps``; after an error it is not called any more."""
-        if self.steps is not None:
+    def iteration_began(self, iteration: int) -> None:
+        """Call ``spans``; after an error it is not called any more."""
+        if self.spans is not None:
             try:
-                self.steps(iteration)
+                self.spans(iteration)
             except Exception:
-                self.steps = None
+                self.spans = None
                 logger.exception("bubbles are not linked to the training's own spans any more; the training goes on")
 
     def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:

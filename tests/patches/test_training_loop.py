@@ -121,11 +121,11 @@ def step():
     training.train_step(*[None] * 7, iteration=4)
 
 step()
-attached.steps = seen.append
+attached.spans = seen.append
 step()
-attached.steps = lambda iteration: 1 / 0
+attached.spans = lambda iteration: 1 / 0
 step()
-print(seen, attached.steps)
+print(seen, attached.spans)
 """
 
 

@@ -333,7 +333,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
         exit_saying(f"{os.path.basename(sys.argv[0])}: error: {error}")
     finally:
         run.release()
-        attached.lifecycle = attached.offload = attached.figures = attached.steps = None
+        attached.lifecycle = attached.offload = attached.figures = attached.spans = None
 
 
 def _run(main: Callable[[], Any], run: Launch) -> None:

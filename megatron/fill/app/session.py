@@ -23,7 +23,7 @@ from megatron.fill.device.margin import DRIVER_BYTES
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux.tree import descendants
-from megatron.fill.operate.spans import StepSpans, sample_every
+from megatron.fill.operate.spans import IterationSpans, sample_every
 from megatron.fill.operate.spec import OTLP, MetricsSpec
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
@@ -78,9 +78,9 @@ class Session:
         self.warden: subprocess.Popen[bytes] | None = None
         self._announced: Path | None = None
         self._last_word = LastWord.create()  # the agent's
-        steps = _step_spans()
-        attached.steps = None if steps is None else steps.note
-        traced = None if steps is None else steps.latest
+        spans = _iteration_spans()
+        attached.spans = None if spans is None else spans.note
+        traced = None if spans is None else spans.latest
         self._account = AccountWriter(segment.resolve(), info, bus.account, lambda: bus.waited, traced)
         self._seen = b""  # the part of this rank's record that could not be written
         if settings.serves:
@@ -241,13 +241,13 @@ class Session:
                     os.kill(pid, signal.SIGKILL)
 
 
-def _step_spans() -> StepSpans | None:
+def _iteration_spans() -> IterationSpans | None:
     """Return what notes the training's own spans; None unless the environment asks for those of bubbles."""
     try:
         every = sample_every(os.environ)
     except ValueError:  # the metrics server says so
         return None
-    return StepSpans(every) if every else None
+    return IterationSpans(every) if every else None
 
 
 def _uuid(device: str) -> str | None:

@@ -26,7 +26,7 @@ from megatron.fill.linux import host
 from megatron.fill.operate.metrics import RunMetrics
 from megatron.fill.operate.spans import RunSpans, sample_every
 from megatron.fill.operate.spec import OTLP, MetricsSpec
-from megatron.fill.records import LiveRank, Sample, TracedStep, last_segment, read_account
+from megatron.fill.records import LiveRank, Sample, Traced, last_segment, read_account
 
 logger = logging.getLogger("pipefill.metrics")
 
@@ -158,8 +158,8 @@ def trace(collected: Collected, segment: Path) -> None:
     while True:
         try:
             linked, waiting = link(segment, waiting, collected.samples())
-            for rank, sample, step in linked:
-                spans.add(rank, sample, step)
+            for rank, sample, traced in linked:
+                spans.add(rank, sample, traced)
         except Exception:  # a record that cannot be read now must not end them for good
             logger.exception("spans cannot be sent now")
         time.sleep(_LOOK_S)
@@ -167,7 +167,7 @@ def trace(collected: Collected, segment: Path) -> None:
 
 def link(
     segment: Path, waiting: Sequence[tuple[LiveRank, Sample]], new: Sequence[tuple[LiveRank, Sample]]
-) -> tuple[list[tuple[LiveRank, Sample, TracedStep | None]], list[tuple[LiveRank, Sample]]]:
+) -> tuple[list[tuple[LiveRank, Sample, Traced | None]], list[tuple[LiveRank, Sample]]]:
     """Return samples with the training's own spans of them, and those of ``new`` that wait for theirs.
 
     The accounts, which name the spans, are other files than the samples', and may be behind; by the next look they are
@@ -176,22 +176,22 @@ def link(
     Args:
         waiting: the samples that waited at the last look.
     """
-    traced = {number: traced_steps(segment, number) for number in {rank.info.rank for rank, _ in (*waiting, *new)}}
+    traced = {number: traced_iterations(segment, number) for number in {rank.info.rank for rank, _ in (*waiting, *new)}}
     linked, behind = [(rank, sample, traced[rank.info.rank].get(sample.iteration)) for rank, sample in waiting], []
     for rank, sample in new:
-        steps = traced[rank.info.rank]
-        if steps and sample.iteration > max(steps):
+        its = traced[rank.info.rank]
+        if its and sample.iteration > max(its):
             behind.append((rank, sample))
         else:
-            linked.append((rank, sample, steps.get(sample.iteration)))
+            linked.append((rank, sample, its.get(sample.iteration)))
     return linked, behind
 
 
-def traced_steps(segment: Path, rank: int) -> dict[int, TracedStep]:
+def traced_iterations(segment: Path, rank: int) -> dict[int, Traced]:
     """Return the spans of the training's own trace that a rank ran in, by iteration; none if they cannot be read."""
     with suppress(FillError):
         account = read_account(segment, rank)
-        return {step.iteration: step for step in account.traced} if account is not None else {}
+        return {one.iteration: one for one in account.traced} if account is not None else {}
     return {}
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.fill.operate.spec import OTLP
-from megatron.fill.records import LiveRank, Sample, TracedStep
+from megatron.fill.records import LiveRank, Sample, Traced
+from megatron.fill.records.sampling import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _EXPORTER, _RATIO = "OTEL_TRACES_EXPORTER", "OTEL_TRACES_SAMPLER_ARG"  # OpenTelemetry's own names
 _USUAL_RATIO = 0.01
-_MOST_STEPS = 100  # that are kept of each rank, as of samples
 
 
 def sample_every(environ: Mapping[str, str]) -> int:
@@ -44,7 +44,7 @@ def sample_every(environ: Mapping[str, str]) -> int:
     return round(1 / ratio) if ratio else 0
 
 
-class StepSpans:
+class IterationSpans:
     """Notes in which spans of the training's own trace its sampled iterations run; in the rank's own process.
 
     Megatron's is that of ``--otel-enabled``, beyond 0.19; any other that is current when an iteration begins will do.
@@ -55,7 +55,7 @@ class StepSpans:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self.latest: deque[TracedStep] = deque(maxlen=_MOST_STEPS)
+        self.latest: deque[Traced] = deque(maxlen=MOST_SAMPLES)
 
     def note(self, iteration: int) -> None:
         """Note the span of the iteration that begins, if there is one; called on the training's own thread."""
@@ -65,7 +65,7 @@ class StepSpans:
         if trace is not None:
             its = trace.get_current_span().get_span_context()
             if its.is_valid:
-                self.latest.append(TracedStep(iteration, f"{its.trace_id:032x}", f"{its.span_id:016x}"))
+                self.latest.append(Traced(iteration, f"{its.trace_id:032x}", f"{its.span_id:016x}"))
 
 
 class RunSpans:
@@ -102,11 +102,11 @@ class RunSpans:
         """Send what has not been sent yet."""
         self._provider.force_flush()
 
-    def add(self, rank: LiveRank, sample: Sample, step: TracedStep | None = None) -> None:
+    def add(self, rank: LiveRank, sample: Sample, traced: Traced | None = None) -> None:
         """Send the spans of an iteration of a rank.
 
         Args:
-            step: the training's own span of it, if that is known.
+            traced: the training's own span of it, if that is known.
         """
         from opentelemetry.trace import Link, SpanContext, set_span_in_context
 
@@ -114,7 +114,7 @@ class RunSpans:
         self._numbers.trace = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16]) or 1
         unix_ns = time.time_ns() - time.monotonic_ns()
         info = rank.info
-        links = [Link(SpanContext(int(step.trace, 16), int(step.span, 16), is_remote=True))] if step else []
+        links = [Link(SpanContext(int(traced.trace, 16), int(traced.span, 16), is_remote=True))] if traced else []
         whole = self._tracer.start_span(
             "iteration",
             start_time=unix_ns + sample.start_ns,

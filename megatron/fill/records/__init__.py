@@ -14,7 +14,7 @@ with its process is ignored.
 
 from __future__ import annotations
 
-from megatron.fill.records.account import BLIND, AccountRecord, AccountWriter, TracedStep, read_account, read_accounts
+from megatron.fill.records.account import BLIND, AccountRecord, AccountWriter, Traced, read_account, read_accounts
 from megatron.fill.records.agent import AgentFile, attempts_text, forgets, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
 from megatron.fill.records.live import Estimate, IterationTime, LiveRank, LiveSegment, slowdown
@@ -53,7 +53,7 @@ __all__ = [
     "Segment",
     "SegmentEnding",
     "Table",
-    "TracedStep",
+    "Traced",
     "Unwritten",
     "add_up",
     "as_bubbles",

@@ -25,7 +25,7 @@ BLIND = (
 )
 
 
-class TracedStep(NamedTuple):
+class Traced(NamedTuple):
     """The span of an iteration in the training's own trace: OpenTelemetry's numbers of both, in hexadecimal."""
 
     iteration: int
@@ -53,7 +53,7 @@ class AccountRecord:
     waited: bool
     spent: Mapping[str, Spent] = field(default_factory=dict)
     timers: Mapping[str, float] = field(default_factory=dict)
-    traced: Sequence[TracedStep] = ()
+    traced: Sequence[Traced] = ()
 
     @property
     def blind(self) -> bool:
@@ -89,7 +89,7 @@ def _read(path: Path) -> AccountRecord:
     content = next(read_lines(path, "account"))
     try:
         spent = {name: Spent(**values) for name, values in content.pop("spent").items()}
-        traced = [TracedStep(*one) for one in content.pop("traced", ())]
+        traced = [Traced(*one) for one in content.pop("traced", ())]
         del content["version"], content["kind"]
         return AccountRecord(**content, spent=spent, traced=traced)
     except (KeyError, TypeError, AttributeError) as error:
@@ -110,7 +110,7 @@ class AccountWriter:
         info: RankInfo,
         account: Account,
         waited: Callable[[], bool],
-        traced: deque[TracedStep] | None = None,
+        traced: deque[Traced] | None = None,
     ) -> None:
         self._path = account_file(folder, info.rank)
         self._info = info

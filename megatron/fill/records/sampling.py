@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_MOST = 100  # samples of a rank that are kept
+MOST_SAMPLES = 100  # of a rank that are kept
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Samples:
         """Return the sample of an iteration, a new one if there is none; None unless it is sampled."""
         if not self.every or iteration <= 0 or iteration % self.every:
             return None
-        while len(self._samples) > _MOST:
+        while len(self._samples) > MOST_SAMPLES:
             del self._samples[min(self._samples)]
         return self._samples.setdefault(iteration, Sample(iteration))
 

@@ -26,7 +26,7 @@ from megatron.fill.given.settings import load_settings
 from megatron.fill.operate.spec import OTLP, MetricsSpec
 from megatron.fill.records import (
     AccountWriter,
-    TracedStep,
+    Traced,
     begin_segment,
     rank_file,
     read_segments,
@@ -45,8 +45,8 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from megatron.fill.operate.metrics import RunMetrics  # noqa: E402
-from megatron.fill.operate.serve import Collected, handler, link, read_token, traced_steps  # noqa: E402
-from megatron.fill.operate.spans import RunSpans, StepSpans, sample_every  # noqa: E402
+from megatron.fill.operate.serve import Collected, handler, link, read_token, traced_iterations  # noqa: E402
+from megatron.fill.operate.spans import IterationSpans, RunSpans, sample_every  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -339,19 +339,19 @@ def test_an_iteration_is_linked_to_the_span_that_the_training_itself_made_of_it(
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    steps, tracer = StepSpans(2), TracerProvider().get_tracer("megatron")
+    its, tracer = IterationSpans(2), TracerProvider().get_tracer("megatron")
     own = {}
     for iteration in range(1, 5):
-        steps.note(iteration)  # outside of any span
+        its.note(iteration)  # outside of any span
         with tracer.start_as_current_span("megatron.train.iteration") as span:
-            steps.note(iteration)
+            its.note(iteration)
             own[iteration] = span.get_span_context()
-    assert [step.iteration for step in steps.latest] == [2, 4]
+    assert [one.iteration for one in its.latest] == [2, 4]
     segment = run / "records" / "1"
     info = synthetic_run()[0][0].info
-    AccountWriter(segment, info, Account(), lambda: True, steps.latest).close()
-    assert traced_steps(segment, info.rank + 7) == {}  # it has left none
-    known = traced_steps(segment, info.rank)
+    AccountWriter(segment, info, Account(), lambda: True, its.latest).close()
+    assert traced_iterations(segment, info.rank + 7) == {}  # it has left none
+    known = traced_iterations(segment, info.rank)
     exporter = InMemorySpanExporter()
     spans = RunSpans(segment, exporter)
     for rank, sample in sampled(run, 2):
@@ -371,8 +371,8 @@ def test_a_sample_waits_one_look_for_an_account_that_is_behind(run):
     segment, info = run / "records" / "1", synthetic_run()[0][0].info
 
     def traced(*iterations: int) -> None:
-        steps = deque(TracedStep(iteration, "a" * 32, "b" * 16) for iteration in iterations)
-        AccountWriter(segment, info, Account(), lambda: True, steps).close()
+        its = deque(Traced(iteration, "a" * 32, "b" * 16) for iteration in iterations)
+        AccountWriter(segment, info, Account(), lambda: True, its).close()
 
     samples = [(rank, sample) for rank, sample in sampled(run, 2) if rank.info.rank == info.rank]
     numbers = [sample.iteration for _, sample in samples]
