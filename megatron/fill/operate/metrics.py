@@ -6,9 +6,11 @@ with the most jobs.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from prometheus_client import Metric
@@ -23,12 +25,13 @@ from megatron.fill.types import BubbleKind, JobState
 
 _S = 1e9
 _MOST_USERS = 20  # users with a label of their own; the others are one
+_FRESH_S = 1.0  # age up to which ``RunMetrics.family`` uses again what was collected
 _OTHERS = "others"
 _WAITING = (JobState.QUEUED, JobState.RUNNING)
 
 
 class RunMetrics:
-    """A collector for a Prometheus registry.
+    """A collector for a Prometheus registry, for any thread: the metrics are collected by one at a time.
 
     Args:
         sample: one iteration of so many is sampled; 0 for none.
@@ -39,21 +42,30 @@ class RunMetrics:
         self._live = LiveSegment(last_segment(Path(spec.run_dir)), [spec.node], sample)
         self._pages: list[ControlPage] = []
         self._store: JobStore | None = None
+        self._lock = threading.Lock()
+        self._at_s = -_FRESH_S
+        self._families: dict[str, Metric] = {}
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield all families."""
-        self._live.look()
-        ranks = list(self._live.ranks.values())
-        yield from _of_bubbles(ranks)
-        yield from self._of_slowdown(ranks)
-        yield from _of_attempts(ranks)
-        yield from self._of_pages()
-        yield from self._of_store()
+    def collect(self) -> list[Metric]:
+        """Return all families."""
+        with self._lock:
+            self._live.look()
+            ranks = list(self._live.ranks.values())
+            of_ranks = _of_bubbles(ranks), self._of_slowdown(ranks), _of_attempts(ranks)
+            return list(chain(*of_ranks, self._of_pages(), self._of_store()))
+
+    def family(self, name: str) -> Metric:
+        """Return a family, which may be a second old; for one thread."""
+        if time.monotonic() - self._at_s > _FRESH_S:
+            self._families = {family.name: family for family in self.collect()}
+            self._at_s = time.monotonic()
+        return self._families[name]
 
     def samples(self) -> list[tuple[LiveRank, Sample]]:
         """Return the sampled iterations that are new, with their ranks."""
-        self._live.look()
-        return list(self._live.samples())
+        with self._lock:
+            self._live.look()
+            return list(self._live.samples())
 
     def _of_slowdown(self, ranks: list[LiveRank]) -> Iterator[Metric]:
         slowdown = GaugeMetricFamily(

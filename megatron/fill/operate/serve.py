@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, MetricsHandler
 
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
@@ -32,64 +30,33 @@ logger = logging.getLogger("pipefill.metrics")
 
 _AGAIN_S = 30.0  # time between two attempts to listen
 _LOOK_S = 10.0  # time between two looks for sampled iterations; records are as old
-_FRESH_S = 1.0  # age up to which what was collected for OTLP is used again
 
 
-class Collected:
-    """The metrics of a run, for any thread: they are collected by one at a time."""
-
-    def __init__(self, metrics: RunMetrics) -> None:
-        self._metrics = metrics
-        self._lock = threading.Lock()
-        self._at_s = -_FRESH_S
-        self._families: dict[str, Metric] = {}
-
-    def collect(self) -> Iterable[Metric]:
-        with self._lock:
-            return list(self._metrics.collect())
-
-    def samples(self) -> list[tuple[LiveRank, Sample]]:
-        """Return the sampled iterations that are new, with their ranks."""
-        with self._lock:
-            return self._metrics.samples()
-
-    def family(self, name: str) -> Metric:
-        """Return a family, which may be a second old."""
-        if time.monotonic() - self._at_s > _FRESH_S:
-            self._families = {family.name: family for family in self.collect()}
-            self._at_s = time.monotonic()
-        return self._families[name]
-
-
-def handler(collected: Collected, token: bytes) -> type[BaseHTTPRequestHandler]:
+def handler(metrics: RunMetrics, token: bytes) -> type[BaseHTTPRequestHandler]:
     """Return the class that answers requests; with a token, only to those that have it."""
-    registry = CollectorRegistry()
-    registry.register(collected)
+    of_run = CollectorRegistry()
+    of_run.register(metrics)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(MetricsHandler):
+        registry = of_run
         timeout = 10  # for a client that sends nothing
 
         def do_GET(self) -> None:
             given = self.headers.get("Authorization", "").encode()
             if token and not hmac.compare_digest(given, b"Bearer " + token):
-                self._answer(401, "text/plain", b"expected the header Authorization: Bearer TOKEN\n")
+                self._refuse(401, "the header Authorization: Bearer TOKEN")
             elif self.path.partition("?")[0] != "/metrics":
-                self._answer(404, "text/plain", b"expected /metrics\n")
+                self._refuse(404, "/metrics")
             else:
-                encode, kind = choose_encoder(self.headers.get("Accept", ""))
-                self._answer(200, kind, encode(registry))
+                super().do_GET()
 
-        def _answer(self, status: int, kind: str, body: bytes) -> None:
+        def _refuse(self, status: int, expected: str) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Type", "text/plain")
             if status == 401:
                 self.send_header("WWW-Authenticate", "Bearer")
             self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing of each request."""
+            self.wfile.write(f"expected {expected}\n".encode())
 
     return Handler
 
@@ -109,13 +76,13 @@ def read_token(path: str) -> bytes:
     return token
 
 
-def listen(spec: MetricsSpec, collected: Collected) -> ThreadingHTTPServer:
+def listen(spec: MetricsSpec, metrics: RunMetrics) -> ThreadingHTTPServer:
     """Return a server that listens; while the port is taken, try again.
 
     Raises:
         OSError, ValueError: the token cannot be read.
     """
-    answers, said = handler(collected, read_token(spec.token_file)), False
+    answers, said = handler(metrics, read_token(spec.token_file)), False
     while True:
         try:
             return ThreadingHTTPServer((spec.address, spec.port), answers)
@@ -126,7 +93,7 @@ def listen(spec: MetricsSpec, collected: Collected) -> ThreadingHTTPServer:
             time.sleep(_AGAIN_S)
 
 
-def push(collected: Collected) -> None:
+def push(metrics: RunMetrics) -> None:
     """Send all metrics by OTLP from now on, as often as ``OTEL_METRIC_EXPORT_INTERVAL`` says."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -140,14 +107,14 @@ def push(collected: Collected) -> None:
     meter = provider.get_meter("pipefill")
 
     def observe(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return lambda options: [Observation(one.value, one.labels) for one in collected.family(name).samples]
+        return lambda options: [Observation(one.value, one.labels) for one in metrics.family(name).samples]
 
-    for family in collected.collect():
+    for family in metrics.collect():
         make = meter.create_observable_counter if family.type == "counter" else meter.create_observable_gauge
         make(family.name, [observe(family.name)], description=family.documentation)
 
 
-def trace(collected: Collected, segment: Path) -> None:
+def trace(metrics: RunMetrics, segment: Path) -> None:
     """Send the bubbles of sampled iterations as spans from now on."""
     try:
         spans = RunSpans(segment)
@@ -157,7 +124,7 @@ def trace(collected: Collected, segment: Path) -> None:
     waiting: list[tuple[LiveRank, Sample]] = []
     while True:
         try:
-            linked, waiting = link(segment, waiting, collected.samples())
+            linked, waiting = link(segment, waiting, metrics.samples())
             for rank, sample, traced in linked:
                 spans.add(rank, sample, traced)
         except Exception:  # a record that cannot be read now must not end them for good
@@ -209,14 +176,14 @@ def main() -> None:
     spec = MetricsSpec.from_json(sys.stdin.read())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s metrics: %(message)s")
     every = _sample_every()
-    collected = Collected(RunMetrics(spec, every))
+    metrics = RunMetrics(spec, every)
     if os.environ.get(OTLP):
-        push(collected)
+        push(metrics)
     if every:
         segment = last_segment(Path(spec.run_dir)).folder
-        threading.Thread(target=trace, args=(collected, segment), name="spans", daemon=True).start()
+        threading.Thread(target=trace, args=(metrics, segment), name="spans", daemon=True).start()
     if spec.port:
-        listen(spec, collected).serve_forever()
+        listen(spec, metrics).serve_forever()
     threading.Event().wait()
 
 

@@ -45,7 +45,7 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from megatron.fill.operate.metrics import RunMetrics  # noqa: E402
-from megatron.fill.operate.serve import Collected, handler, link, read_token, traced_iterations  # noqa: E402
+from megatron.fill.operate.serve import handler, link, read_token, traced_iterations  # noqa: E402
 from megatron.fill.operate.spans import IterationSpans, RunSpans, sample_every  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,8 +129,8 @@ def test_a_store_that_does_not_answer_is_said(run):
 
 @contextmanager
 def served(run: Path, token: bytes = b"") -> Iterator[str]:
-    collected = Collected(RunMetrics(MetricsSpec(str(run), 0, str(run))))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(collected, token))
+    metrics = RunMetrics(MetricsSpec(str(run), 0, str(run)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(metrics, token))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"127.0.0.1:{server.server_port}"
