@@ -99,6 +99,10 @@ class Iteration:
     block: int = -1  # number of the block of --fill-paired-blocks; -1 outside of them
     watched: bool = True  # its bubbles were observed
 
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

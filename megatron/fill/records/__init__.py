@@ -17,7 +17,7 @@ from __future__ import annotations
 from megatron.fill.records.account import BLIND, AccountRecord, AccountWriter, Traced, read_account, read_accounts
 from megatron.fill.records.agent import AgentFile, attempts_text, forgets, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
-from megatron.fill.records.live import Estimate, IterationTime, LiveRank, LiveSegment, slowdown
+from megatron.fill.records.live import LiveRank, LiveSegment
 from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank, write_rank
 from megatron.fill.records.sampling import Sample
 from megatron.fill.records.segment import (
@@ -31,6 +31,7 @@ from megatron.fill.records.segment import (
     note_failure,
     read_segments,
 )
+from megatron.fill.records.slowdown import Estimate, over_blocks, slowdown
 from megatron.fill.records.tables import Table, column
 from megatron.fill.records.unwritten import Unwritten
 
@@ -41,7 +42,6 @@ __all__ = [
     "AccountWriter",
     "AgentFile",
     "Estimate",
-    "IterationTime",
     "LiveRank",
     "LiveSegment",
     "NoRecords",
@@ -63,6 +63,7 @@ __all__ = [
     "forgets",
     "last_segment",
     "note_failure",
+    "over_blocks",
     "rank_file",
     "read_account",
     "read_accounts",

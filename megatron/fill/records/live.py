@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -23,22 +22,12 @@ from megatron.fill.records.agent import Attempts, forgets
 from megatron.fill.records.files import RECORD_VERSION
 from megatron.fill.records.sampling import Sample, SampledBubble, Samples
 from megatron.fill.records.segment import Segment
-from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, RankInfo
+from megatron.fill.records.slowdown import Estimate, slowdown
+from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, Iteration, RankInfo
 
 _RECENT = 4096  # iterations that the slowdown is estimated from
-_LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 4, its pauses at least 64
-_FEWEST_PAIRS = 4
 # After 200 filled iterations jobs count as settled in any case, or with the paired block that follows.
 _LONGEST_SETTLING = 256
-
-
-class Estimate(NamedTuple):
-    """A mean over pairs, with its 95% interval by Student's t; 0.01 is 1%."""
-
-    mean: float
-    low: float
-    high: float
-    pairs: int
 
 
 class _Used(NamedTuple):
@@ -58,15 +47,6 @@ class _Used(NamedTuple):
     def after_ns(self, seq: int) -> int:
         """Return the ns harvested after the bubble with that number."""
         return sum(harvested_ns for at, harvested_ns in self.uses if at > seq)
-
-
-class IterationTime(NamedTuple):
-    """The duration of an iteration, and whether and in which block it was filled."""
-
-    iteration: int
-    duration_ns: int
-    filling: bool
-    block: int
 
 
 @dataclass(slots=True)
@@ -104,7 +84,7 @@ class LiveRank:
     brakes: list[BrakeEvent] = field(default_factory=list)
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     running: Attempts = field(default_factory=list)
-    recent: deque[IterationTime] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=_RECENT))
     settled_after: int = 0
     first_filled: dict[int, tuple[int, int]] = field(default_factory=dict)
     early_ns: int | None = 0
@@ -189,16 +169,14 @@ def _check(head: dict[str, Any]) -> None:
 
 def _add(rank: LiveRank, content: dict[str, Any]) -> None:
     if its := content.get("iterations"):
-        starts, ends = its["start_ns"], its["end_ns"]
-        durations = [end - start for start, end in zip(starts, ends, strict=True)]
-        rank.iterations += len(durations)
-        rank.iteration_ns += sum(durations)
-        rank.iteration, rank.ended_ns = its["iteration"][-1], ends[-1]
-        rank.recent.extend(map(IterationTime, its["iteration"], durations, its["filling"], its["block"]))
-        if rank.samples.every:
-            for iteration, start, end, filling in zip(its["iteration"], starts, ends, its["filling"], strict=True):
-                if (sample := rank.samples.of(iteration)) is not None:
-                    sample.start_ns, sample.end_ns, sample.filling = start, end, filling
+        new = list(map(Iteration, *its.values()))
+        rank.iterations += len(new)
+        rank.iteration_ns += sum(one.duration_ns for one in new)
+        rank.iteration, rank.ended_ns = new[-1].iteration, new[-1].end_ns
+        rank.recent.extend(new)
+        for one in new:
+            if (sample := rank.samples.of(one.iteration)) is not None:
+                sample.start_ns, sample.end_ns, sample.filling = one.start_ns, one.end_ns, one.filling
     rank.settled_after = content.get("settled_after", rank.settled_after)
     if its := content.get("bubbles"):
         names = ("kind", "start_ns", "end_ns", "filling", "forward_only", "iteration", "index", "seq")
@@ -350,45 +328,3 @@ class LiveSegment:
 
 def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else math.nan
-
-
-def slowdown(lines: Sequence[IterationTime]) -> Estimate | None:
-    """Return the slowdown by filling, from paired blocks or else from the brake's probes and their neighbours."""
-    changes = _over_blocks(lines) or _over_probes(lines)
-    count = len(changes)
-    if count < _FEWEST_PAIRS:
-        return None
-    mean, half = fmean(changes), _student(count - 1) * stdev(changes) / math.sqrt(count)
-    return Estimate(mean, mean - half, mean + half, count)
-
-
-def _over_blocks(lines: Sequence[IterationTime]) -> list[float]:
-    pairs: dict[int, tuple[list[int], list[int]]] = {}
-    for one in lines:
-        if one.block >= 0:
-            pairs.setdefault(one.block // 2, ([], []))[one.filling].append(one.duration_ns)
-    whole = [(on, off) for off, on in pairs.values() if on and off and 2 * min(len(on), len(off)) >= len(on)]
-    return [median(on) / median(off) - 1 for on, off in whole if median(off)]
-
-
-def _over_probes(lines: Sequence[IterationTime]) -> list[float]:
-    """Compare each short stretch of unfilled iterations with as many filled ones on either side."""
-    found, start = [], 0
-    for at in range(1, len(lines) + 1):
-        if at < len(lines) and lines[at].filling == lines[start].filling:
-            continue
-        size = at - start
-        around = [*lines[max(0, start - size) : start], *lines[at : at + size]]
-        whole = len(around) == 2 * size and all(one.filling for one in around)
-        if not lines[start].filling and size <= _LONGEST_PROBE and whole:
-            unfilled = median(one.duration_ns for one in lines[start:at])
-            found.append(median(one.duration_ns for one in around) / unfilled - 1)
-        start = at
-    return found
-
-
-def _student(degrees: int) -> float:
-    """Return the 97.5% quantile of Student's t, by the first terms of its expansion about the normal's."""
-    z = 1.959964
-    terms = [z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384]
-    return sum(term / degrees**power for power, term in enumerate(terms))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.fill.records import Estimate, IterationTime, column, slowdown
+from megatron.fill.records import Estimate, column, slowdown
 from megatron.fill.report.seen import seen
-from megatron.fill.types import PIPELINE_KINDS, JobRecord, RankRecord, WorkerRecord
+from megatron.fill.types import PIPELINE_KINDS, Iteration, JobRecord, RankRecord, WorkerRecord
 
 type Attempt = tuple[JobRecord, WorkerRecord]
 
@@ -51,7 +51,7 @@ class Series:
         side = (_DECADES[1] - _DECADES[0]) * _CELLS
         self._predicted = np.zeros((side, side), dtype=np.int64)
         self._rank: int | None = None  # the first rank, of whose iterations the slowdown is estimated
-        self._lines: list[IterationTime] = []
+        self._iterations: list[Iteration] = []
         self._parts: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._whole: defaultdict[int, int] = defaultdict(int)  # iterations with all their passes, by stage
 
@@ -74,15 +74,12 @@ class Series:
         self._add_parts(record)
         if self._rank in (None, record.info.rank):
             self._rank = record.info.rank
-            self._lines += [
-                IterationTime(one.iteration, one.end_ns - one.start_ns, one.filling, one.block)
-                for one in record.iterations
-            ]
+            self._iterations += record.iterations
 
     @property
     def slowdown(self) -> Estimate | None:
         """The slowdown by the brake's probes, for a run without paired blocks; None if there are too few."""
-        return slowdown(self._lines)
+        return slowdown(self._iterations)
 
     def _bins(self, iterations: np.ndarray) -> np.ndarray:
         return np.clip((iterations - self._first) // self._size, 0, len(self._fillable) - 1)
@@ -119,7 +116,7 @@ class Series:
     def _add_parts(self, record: RankRecord) -> None:
         """Add up the parts of those iterations of which the passes are recorded."""
         numbers = set(column(record.spans, "iteration"))
-        whole = {one.iteration: one.end_ns - one.start_ns for one in record.iterations if one.iteration in numbers}
+        whole = {one.iteration: one.duration_ns for one in record.iterations if one.iteration in numbers}
         parts, stage = self._parts[record.info.stage], record.info.stage
         total = 0
         for span in record.spans:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from statistics import fmean, median
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import numpy as np
 
+from megatron.fill.records import over_blocks
 from megatron.fill.report.schema import Slowdown
 from megatron.fill.types import Iteration
 
@@ -16,26 +16,12 @@ CHUNKS = 20  # the resamples are drawn in chunks, to bound the memory for a long
 SEED = 0
 
 
-def paired_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
-    """Compare neighbouring blocks, so that slow drifts of the machine cancel.
+def paired_slowdown(iterations: Iterable[Iteration]) -> Slowdown | None:
+    """Return the slowdown by filling, over pairs of neighbouring blocks (``over_blocks``); None if none is whole.
 
-    Blocks 2k and 2k+1 are a pair.  Its value is the ratio of the median iteration time with filling on to that with
-    filling off, minus 1.  The interval is a percentile bootstrap over the pairs, with a fixed seed; from one pair it
-    has no width.
-
-    Returns:
-        None if no pair is complete: a block is missing, or the run's end cut one to less than half of the other.
+    The interval is a percentile bootstrap over the pairs, with a fixed seed; from one pair it has no width.
     """
-    times: defaultdict[int, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
-    for iteration in iterations:
-        if iteration.block >= 0 and iteration.watched:
-            times[iteration.block // 2][iteration.filling].append(iteration.end_ns - iteration.start_ns)
-    values = [
-        median(pair[True]) / median(pair[False]) - 1
-        for _, pair in sorted(times.items())
-        if _complete(pair[True], pair[False]) and median(pair[False]) > 0
-    ]
-    return _over(values)
+    return _over(over_blocks(iterations))
 
 
 def watching_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
@@ -50,7 +36,7 @@ def watching_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
         around = [at.get(middle.iteration - 1), at.get(middle.iteration + 1)]
         beside = [one for one in around if one and one.watched and not one.filling and one.block == middle.block]
         if not middle.watched and not middle.filling and len(beside) == 2:
-            values.append(fmean(one.end_ns - one.start_ns for one in beside) / (middle.end_ns - middle.start_ns) - 1)
+            values.append(fmean(one.duration_ns for one in beside) / middle.duration_ns - 1)
     return _over(values)
 
 
@@ -64,7 +50,3 @@ def _over(values: Sequence[float]) -> Slowdown | None:
     means = [pairs[random.integers(len(pairs), size=shape)].mean(axis=1) for _ in range(CHUNKS)]
     low, high = np.percentile(means, [2.5, 97.5])
     return Slowdown(mean=float(pairs.mean()), ci95=(float(low), float(high)), pairs=len(values))
-
-
-def _complete(on: list[int], off: list[int]) -> bool:
-    return 2 * min(len(on), len(off)) >= max(len(on), len(off)) > 0

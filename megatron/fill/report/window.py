@@ -81,7 +81,7 @@ def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], 
         filling = all(item.filling for item in items)
         edges = np.searchsorted(steps, [(item.start_ns + offset, item.end_ns + offset) for item in items])
         busy = bool((edges[:, 1] > edges[:, 0]).all())
-        spent = sum(item.end_ns - item.start_ns for item in items)
+        spent = sum(item.duration_ns for item in items)
         whole = items[-1].end_ns - items[0].start_ns <= _GAP * spent
         return filling and busy, filling, whole, numbers[-1]
 

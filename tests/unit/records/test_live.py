@@ -18,7 +18,7 @@ from megatron.fill.records import (
     write_agent,
     write_rank,
 )
-from megatron.fill.records.live import IterationTime, slowdown
+from megatron.fill.records.slowdown import slowdown
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.types import BrakeEvent, Iteration, RankRecord
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run
@@ -228,13 +228,9 @@ def _line(number: int, ms: float, filling: bool, block: int = -1) -> Iteration:
     return Iteration(number, 0, int(ms * MS), filling, block)
 
 
-def _lines(iterations: list[Iteration]) -> list[IterationTime]:
-    return [IterationTime(one.iteration, one.end_ns, one.filling, one.block) for one in iterations]
-
-
 def test_probes_are_compared_with_their_neighbours():
     its = [_line(n, 100 if n % 16 < 4 else 103, n % 16 >= 4) for n in range(200)]
-    found = slowdown(_lines(its))
+    found = slowdown(its)
     assert found is not None
     assert found.mean == pytest.approx(0.03)
     assert found.low == pytest.approx(0.03)
@@ -243,12 +239,12 @@ def test_probes_are_compared_with_their_neighbours():
 
 def test_a_long_stop_is_no_probe():
     its = [_line(n, 100 if n % 128 < 64 else 103, n % 128 >= 64) for n in range(1500)]
-    assert slowdown(_lines(its)) is None
+    assert slowdown(its) is None
 
 
 def test_blocks_are_compared_in_pairs():
     its = [_line(n, (102 + n % 3) if n // 5 % 2 == 0 else 100, n // 5 % 2 == 0, n // 5) for n in range(60)]
-    found = slowdown(_lines(its))
+    found = slowdown(its)
     assert found is not None
     assert found.low <= found.mean <= found.high
     assert 0.02 < found.mean < 0.04
