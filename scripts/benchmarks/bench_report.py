@@ -13,6 +13,7 @@ import json
 import os
 import random
 import resource
+import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
-from megatron.fill.records import AgentFile, SegmentEnding, begin_segment, rank_file, write_rank
+from megatron.fill.records import AgentFile, RankWriter, SegmentEnding, begin_segment, rank_file
 from megatron.fill.report import REPORT, TIMELINE, TRACE
 from megatron.fill.status import Cause, Status
 from megatron.fill.types import (
@@ -109,7 +110,7 @@ def write_run(run_dir: Path, ranks: int, stages: int, microbatches: int, iterati
         record, job, worker = of_stage(stage, played)
         bubbles += len(record.bubbles) * (ranks // stages)
         seen, did = rank_file(folder, ANY), folder / f"agent{ANY}.jsonl"
-        write_rank(seen, record)
+        RankWriter(seen, record.info, most_bytes=sys.maxsize).close(record, 60.0)
         AgentFile(folder, ANY).add(job, worker)
         first, rest = seen.read_bytes().split(b"\n", 1)
         said = did.read_bytes()

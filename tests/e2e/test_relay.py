@@ -24,13 +24,13 @@ from megatron.fill.hooks import bus
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.spec import RankSpec
-from megatron.fill.records import write_rank
 from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.relay import RelayProcess, RelaySpec
 from megatron.fill.rank.stream import StreamListener
 from megatron.fill.pages.ring import Ring
 from tests.support.fake_stream import HostStream
+from tests.support.segments import write_rank
 
 FOLDER = Path(__file__).parent
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.records import AgentFile, OpenSegment, SegmentEnding, begin_segment, rank_file, write_rank
+from megatron.fill.records import AgentFile, OpenSegment, RankWriter, SegmentEnding, begin_segment, rank_file
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
+
+
+def write_rank(path: Path, record: RankRecord) -> None:
+    """The whole record of one rank, in place of an earlier one."""
+    path.unlink(missing_ok=True)
+    assert RankWriter(path, record.info, most_bytes=sys.maxsize).close(record, 60.0)
 
 
 def write_segment(

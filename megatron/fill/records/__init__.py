@@ -18,7 +18,7 @@ from megatron.fill.records.account import BLIND, AccountRecord, AccountWriter, T
 from megatron.fill.records.agent import AgentFile, attempts_text, forgets, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
 from megatron.fill.records.live import LiveRank, LiveSegment
-from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank, write_rank
+from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank
 from megatron.fill.records.sampling import Sample
 from megatron.fill.records.segment import (
     NoRecords,
@@ -72,5 +72,4 @@ __all__ = [
     "read_segments",
     "slowdown",
     "write_agent",
-    "write_rank",
 ]

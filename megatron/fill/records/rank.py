@@ -230,14 +230,6 @@ class RankWriter:
         self._kept = [("bubbles", len(total.data), total.sums), *kept]
 
 
-def write_rank(path: Path, record: RankRecord) -> None:
-    """Write the whole record of one rank at once."""
-    with replacing(path) as temporary:
-        lines = b"".join(one.data for one in _lines(record))
-        said = _said(record)
-        temporary.write_bytes(head("rank", info=asdict(record.info)) + lines + (line(said) if said else b""))
-
-
 def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) -> RankRecord:
     """Read the record of a rank as far as it is written.
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from megatron.fill.errors import FillError
 from megatron.fill.folders import BETWEEN, RECORDS
@@ -64,7 +65,7 @@ class Segment:
     command: str
     started_s: float
     ranks: int
-    jobs: tuple[str, ...] = ()
+    jobs: Sequence[str] = ()
     store: str = ""
     sandbox: Mapping[str, str] = field(default_factory=dict)
     trace_iterations: int = 3
@@ -200,20 +201,11 @@ class OpenSegment:
             temporary.write_bytes(head("segment", **content))
 
 
-def begin_segment(
-    run_dir: Path,
-    command: str,
-    ranks: int,
-    jobs: Sequence[str] = (),
-    store: str = "",
-    sandbox: Mapping[str, str] | None = None,
-    trace_iterations: int = 3,
-    prices: Prices | None = None,
-    quota: Quota | None = None,
-    warmup: int | None = None,
-    paired_blocks: int = 0,
-) -> OpenSegment:
-    """Create the next segment's folder and file; the arguments are the attributes of ``Segment``.
+def begin_segment(run_dir: Path, command: str, ranks: int, **more: Any) -> OpenSegment:
+    """Create the next segment's folder and file.
+
+    Args:
+        more: further attributes of ``Segment``.
 
     Raises:
         OSError: the folder or the file cannot be created.
@@ -229,8 +221,7 @@ def begin_segment(
             number += 1
         else:
             break
-    segment = Segment(folder, number, command, time.time(), ranks, tuple(jobs), store, sandbox or {}, trace_iterations)
-    return OpenSegment(replace(segment, prices=prices, quota=quota, warmup=warmup, paired_blocks=paired_blocks))
+    return OpenSegment(Segment(folder, number, command, time.time(), ranks, **more))
 
 
 def note_failure(folder: Path, rank: int) -> bool:

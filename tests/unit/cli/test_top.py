@@ -15,11 +15,11 @@ from rich.console import Console
 from megatron.fill.cli.top import _View
 from megatron.fill.folders import BETWEEN
 from megatron.fill.pages.control import ControlPage, RunState, notes
-from megatron.fill.records import AgentFile, begin_segment, rank_file, read_segments, write_agent, write_rank
+from megatron.fill.records import AgentFile, begin_segment, rank_file, read_segments, write_agent
 from megatron.fill.status import JobState, Status
 from megatron.fill.store import open_store
 from megatron.fill.work import NewJob, Work
-from tests.support.segments import write_segment
+from tests.support.segments import write_rank, write_segment
 from tests.support.synthetic import synthetic_run
 from tests.support.waiting import until
 

@@ -24,19 +24,12 @@ import pytest
 from megatron.fill.account import Account
 from megatron.fill.given.settings import load_settings
 from megatron.fill.operate.spec import OTLP, MetricsSpec
-from megatron.fill.records import (
-    AccountWriter,
-    Traced,
-    begin_segment,
-    rank_file,
-    read_segments,
-    write_agent,
-    write_rank,
-)
+from megatron.fill.records import AccountWriter, Traced, begin_segment, rank_file, read_segments, write_agent
 from megatron.fill.store import open_store
 from megatron.fill.types import BrakeEvent
 from megatron.fill.work import NewJob, Work
 from tests.support.extras import needs
+from tests.support.segments import write_rank
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run
 from tests.support.waiting import until
 

@@ -16,11 +16,11 @@ from megatron.fill.records import (
     rank_file,
     read_segments,
     write_agent,
-    write_rank,
 )
 from megatron.fill.records.slowdown import slowdown
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.types import BrakeEvent, Iteration, RankRecord
+from tests.support.segments import write_rank
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run
 
 

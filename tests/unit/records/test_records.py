@@ -28,12 +28,11 @@ from megatron.fill.records import (
     read_rank,
     read_segments,
     write_agent,
-    write_rank,
 )
 from megatron.fill.records.files import append
 from megatron.fill.status import Status
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
-from tests.support.segments import write_segment
+from tests.support.segments import write_rank, write_segment
 from tests.support.synthetic import MS, synthetic_run
 from tests.support.waiting import until
 

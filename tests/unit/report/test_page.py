@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megatron.fill.account import Account
 from megatron.fill.errors import FillError
-from megatron.fill.records import AccountWriter, begin_segment, rank_file, read_segments, write_agent, write_rank
+from megatron.fill.records import AccountWriter, begin_segment, rank_file, read_segments, write_agent
 from megatron.fill.report import compose
 from megatron.fill.report import page as page_module
 from megatron.fill.report.compare import compared, print_compared
@@ -23,6 +23,7 @@ from megatron.fill.report.page import write_page
 from megatron.fill.report.series import Series
 from megatron.fill.types import BrakeEvent
 from tests.support.extras import needs
+from tests.support.segments import write_rank
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run
 
 needs("vl_convert", "page")

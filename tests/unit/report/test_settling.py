@@ -15,10 +15,11 @@ from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
-from megatron.fill.records import read_rank, write_rank
+from megatron.fill.records import read_rank
 from megatron.fill.report import print_report
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import RankInfo
+from tests.support.segments import write_rank
 from tests.support.synthetic import is_filling, report_of, synthetic_run
 
 INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)

@@ -14,7 +14,7 @@ from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
-from megatron.fill.records import begin_segment, rank_file, write_rank
+from megatron.fill.records import begin_segment, rank_file
 from megatron.fill.records.rank import read_rank
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import read_flags
@@ -29,6 +29,7 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from tests.support.configuring import random_iteration
 from tests.support.recorded_runs import MS, records
+from tests.support.segments import write_rank
 
 MODEL = ModelSpec(layers=8, hidden=64, heads=4, sequence=64, vocabulary=128)
 FLAGS = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 100"
