@@ -1,14 +1,56 @@
-"""Jobs on a terminal: colours of states, amounts, sizes, counts, and jobs' text with control characters escaped."""
+"""Jobs on a terminal: tables, colours, amounts, sizes, counts, and jobs' text with control characters escaped."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import unicodedata
+from typing import TYPE_CHECKING, Any
 
 from megatron.fill.types import JobState
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
 _CARET = 0x40  # ESC is shown as ^[
+
+
+def console_of(pipe_width: int) -> Console:
+    """Return a console as wide as the terminal or ``COLUMNS``; ``pipe_width`` columns where there is neither."""
+    from rich.console import Console
+
+    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=pipe_width if free else None, highlight=False)
+
+
+def plain_table(*headings: str, gap: int = 2, **style: Any) -> Table:
+    """Return an empty table, without lines unless ``style`` (of ``rich``) has some.
+
+    Args:
+        headings: one for each column; ``>`` before it puts the column to the right on one line, ``<`` to the left on
+            one line, and any other column folds.
+        gap: columns between two of the table's.
+    """
+    from rich.table import Table
+
+    table = Table(**{"box": None, "padding": (0, gap, 0, 0), "pad_edge": False} | style)
+    for heading in headings:
+        if heading.startswith((">", "<")):
+            table.add_column(heading[1:], justify="right" if heading.startswith(">") else "left", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
+    return table
+
+
+def literal(text: str, style: str = "") -> Text:
+    """Return text for ``rich`` without markup, on one line (``one_line``)."""
+    from rich.text import Text
+
+    return Text(one_line(text), style=style)
 
 
 def state_colour(state: JobState) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron.fill.cli.options import Json
+from megatron.fill.cli.views import print_json
 
 if TYPE_CHECKING:
     from megatron.fill.pages.control import ControlPage
@@ -123,16 +123,13 @@ def _show(pages: Sequence[ControlPage], as_json: bool, standings: Sequence[RankS
         for page in pages
     ]
     if as_json:
-        print(json.dumps({"node": os.uname().nodename, "ranks": rows, "still": lines}, indent=2))
+        print_json({"node": os.uname().nodename, "ranks": rows, "still": lines})
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("RANK", "PID", "AGENT"):
-        table.add_column(heading, justify="right")
-    table.add_column("STATE")
-    table.add_column("ACKNOWLEDGED")
+    from megatron.fill.display import plain_table
+
+    table = plain_table(">RANK", ">PID", ">AGENT", "STATE", "ACKNOWLEDGED")
     for page, row in zip(pages, rows, strict=True):
         heard = "yes" if row["acknowledged"] else "no" if row["agent"] else "-"
         agent = str(row["agent"] or ("gone" if page.agent else "starting"))

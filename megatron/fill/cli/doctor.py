@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -48,13 +46,13 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _print(diagnosis: Diagnosis, layers: Sequence[Layer]) -> None:
-    from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(width=_PIPE_WIDTH if free else None, highlight=False)
+    from megatron.fill.display import console_of
+
+    console = console_of(_PIPE_WIDTH)
     table = Table("SANDBOX", "", "WHAT IT DOES", box=None, pad_edge=False)
     for layer in layers:
         has, said = ("no", f"missing: {layer.lacks}") if layer.lacks else ("yes", layer.keeps)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, seconds, warn_of_password
+from megatron.fill.cli.options import Json, seconds, store_option
+from megatron.fill.cli.views import print_json
 from megatron.fill.display import counted, one_line, size
 
 if TYPE_CHECKING:
@@ -22,15 +22,7 @@ def gc(
         str, typer.Option("--older-than", metavar="AGE", help="How long nothing of it was used, such as 30d.")
     ],
     store: Annotated[
-        str | None,
-        typer.Option(
-            "--store",
-            "-s",
-            envvar="PIPEFILL_STORE",
-            metavar="URL|FILE|FOLDER",
-            callback=warn_of_password,
-            help="A store that the runs served and whose password they did not write down.",
-        ),
+        str | None, store_option("A store that the runs served and whose password they did not write down.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run/--remove", help="Only say what would go, or remove it for good.")
@@ -53,7 +45,7 @@ def gc(
         if not dry_run:
             found.remove()
     if as_json:
-        print(json.dumps(_as_dict(found, dry_run), indent=2))
+        print_json(_as_dict(found, dry_run))
     else:
         _print(found, dry_run)
     for failure in found.failures:

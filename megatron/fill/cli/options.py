@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import CallbackParam
@@ -116,17 +116,13 @@ def warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str | 
     return value
 
 
-Store = Annotated[
-    str | None,
-    typer.Option(
-        "--store",
-        "-s",
-        envvar=_STORE,
-        metavar="URL|FILE|FOLDER",
-        callback=warn_of_password,
-        help="The job store: a database URL, a database file, or a run folder.",
-    ),
-]
+def store_option(text: str, envvar: str | None = _STORE) -> Any:
+    """Return the option ``--store`` with this help, and the environment variable that stands in for it."""
+    callback = warn_of_password
+    return typer.Option("--store", "-s", envvar=envvar, metavar="URL|FILE|FOLDER", callback=callback, help=text)
+
+
+Store = Annotated[str | None, store_option("The job store: a database URL, a database file, or a run folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda:0 (default: a GPU if there is one).")

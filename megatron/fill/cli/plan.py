@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import typer
 from megatron.fill.cli.options import Json, Store, check_writable
 from megatron.fill.cli.profile import stored_profiles
 from megatron.fill.cli.schedule import Times, Transfer, given_costs
+from megatron.fill.cli.views import print_json
 from megatron.fill.errors import ConfigError, PlanError
 from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
 
@@ -105,7 +105,7 @@ def plan(
         for row in _plan_rank(number, held_cycle(cycle, room_bytes(cycle, int(margin_mib * 2**20))), found, caps)
     ]
     if as_json:
-        print(json.dumps({"plans": [_as_dict(row) for row in rows], "without_profile": unknown}, indent=2))
+        print_json({"plans": [_as_dict(row) for row in rows], "without_profile": unknown})
     else:
         _print_rows(rows)
         if unknown:
@@ -245,18 +245,15 @@ def _as_dict(row: _Row) -> dict[str, Any]:
 def _print_rows(rows: Sequence[_Row]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+
+    from megatron.fill.display import plain_table
 
     fitting = [row for row in rows if row.job]
     if fitting:
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("RANK", justify="right", no_wrap=True)
-        table.add_column("JOB", overflow="fold", min_width=10)
-        table.add_column("CONFIGURATION", overflow="fold", min_width=13)
-        for heading in ("ITERATIONS", "WORK PER\nCYCLE", "PACKED"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("WITH A\nTAIL JOB", overflow="fold", min_width=8)
-        table.add_column("WORK/S", justify="right", no_wrap=True)
+        numbers = (">ITERATIONS", ">WORK PER\nCYCLE", ">PACKED")
+        table = plain_table(">RANK", "JOB", "CONFIGURATION", *numbers, "WITH A\nTAIL JOB", ">WORK/S", gap=1)
+        for at, width in ((1, 10), (2, 13), (6, 8)):
+            table.columns[at].min_width = width
         for row in fitting:
             if row.job:
                 tail = f"{row.packed_with_tail:.1%}\n{row.tail.name}" if row.tail else "-"

@@ -17,7 +17,8 @@ import typer
 
 from megatron.fill.cli.options import Device, Json, Store, check_writable, checked_device, opened
 from megatron.fill.cli.trial import trial_folder, trials_of
-from megatron.fill.display import harmless
+from megatron.fill.cli.views import print_json
+from megatron.fill.display import harmless, plain_table
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def profile(
     if output is not None:
         output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
     if as_json:
-        print(json.dumps(profiles, indent=2))
+        print_json(profiles)
     else:
         _print(found, trials)
     for name, reason in failures.items():
@@ -224,22 +225,18 @@ def _print(found: Mapping[str, Measured], trials: Mapping[str, Trial]) -> None:
         console.print(_runs_table(trials))
 
 
-def _table(*columns: str) -> Table:
-    """Return an empty table: the job's name, then these columns of numbers."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("JOB", overflow="fold", min_width=8)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=heading != "CONFIGURATION", overflow="fold")
+def _table(*headings: str) -> Table:
+    """Return an empty table: the job's name, then these columns."""
+    table = plain_table("JOB", *headings, gap=1)
+    table.columns[0].min_width = 8
     return table
 
 
 def _nodes_table(found: Mapping[str, MeasuredJob]) -> Table:
     from rich.markup import escape
 
-    table = _table("CONFIGURATION", "NODES", "LONGEST\nMS", "ITERATION\nMS", "WORK/S\nALONE", "PEAK\nMIB")
-    table.columns[1].justify, table.columns[1].min_width = "left", 13
+    table = _table("CONFIGURATION", ">NODES", ">LONGEST\nMS", ">ITERATION\nMS", ">WORK/S\nALONE", ">PEAK\nMIB")
+    table.columns[1].min_width = 13
     for name, job in found.items():
         for one in job.profiles:
             table.add_row(
@@ -257,7 +254,8 @@ def _nodes_table(found: Mapping[str, MeasuredJob]) -> Table:
 def _steps_table(found: Mapping[str, Measured]) -> Table:
     from rich.markup import escape
 
-    table = _table("KIND", "STEPS", "FIRST\nMS", "P50\nMS", "P99\nMS", "LONGEST\nMS", "WORK/S\nALONE", "PEAK\nMIB")
+    times_ms = (">FIRST\nMS", ">P50\nMS", ">P99\nMS", ">LONGEST\nMS")
+    table = _table(">KIND", ">STEPS", *times_ms, ">WORK/S\nALONE", ">PEAK\nMIB")
     for name, measured in found.items():
         [profile] = measured.job.profiles
         rate = f"{profile.work / profile.duration_ns * 1e9:.4g}"
@@ -270,7 +268,7 @@ def _steps_table(found: Mapping[str, Measured]) -> Table:
 def _runs_table(trials: Mapping[str, Trial]) -> Table:
     from rich.markup import escape
 
-    table = _table("PAUSE\nMS", "PEAK\nMIB")
+    table = _table(">PAUSE\nMS", ">PEAK\nMIB")
     for name, trial in trials.items():
         pause_ms = trial.callbacks_ms.get(_PAUSE)
         table.add_row(escape(name), "-" if pause_ms is None else f"{pause_ms:.2f}", f"{trial.peak_bytes / 2**20:.0f}")

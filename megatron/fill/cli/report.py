@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, check_writable, warn_of_password
+from megatron.fill.cli.options import Json, check_writable, store_option
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.quantities import parse_prices
 from megatron.fill.types import Prices
@@ -16,16 +16,7 @@ from megatron.fill.types import Prices
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, as the training printed it.")],
-    store: Annotated[
-        str | None,
-        typer.Option(
-            "--store",
-            "-s",
-            metavar="URL|FILE|FOLDER",
-            callback=warn_of_password,
-            help="The job store.  [default: the run's own]",
-        ),
-    ] = None,
+    store: Annotated[str | None, store_option("The job store.  [default: the run's own]", envvar=None)] = None,
     price: Annotated[
         str | None,
         typer.Option(

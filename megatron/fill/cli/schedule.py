@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron.fill.cli.options import Json, check_writable
+from megatron.fill.cli.views import print_json
 from megatron.fill.errors import ConfigError
 from megatron.fill.types import PIPELINE_KINDS
 
@@ -91,7 +91,7 @@ def schedule(
         dump_csv(csv, its)
     found = _found(timeline, min_bubble_ms)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
         _print(found)
 
@@ -178,19 +178,16 @@ def _found(timeline: Timeline, min_bubble_ms: float) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    from megatron.fill.display import one_line
+    from megatron.fill.display import one_line, plain_table
 
     print(
         f"{one_line(found['schedule'])}: stages {found['stages']}, microbatches {found['microbatches']}, chunks "
         f"{found['chunks']}\niteration {_ms(found['iteration_ms'])} ms, bubbles {found['bubble_share']:.1%}, fillable "
         f"{found['fillable_share']:.1%}"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    kinds = [f"{kind.upper()}\nMS" for kind in PIPELINE_KINDS]
-    for heading in ("RANK", *kinds, "BUBBLES", "FILLABLE", "LONGEST\nMS", "PEAK"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    kinds = [f">{kind.upper()}\nMS" for kind in PIPELINE_KINDS]
+    table = plain_table(">RANK", *kinds, ">BUBBLES", ">FILLABLE", ">LONGEST\nMS", ">PEAK")
     for row in found["ranks"]:
         table.add_row(
             str(row["rank"]),

@@ -157,19 +157,15 @@ class _View:
     def draw(self, keys: bool = True, rows: int = _MOST_ROWS) -> Group:
         """Return the view, with or without the line of keys, and with a line for so many ranks at most."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        from megatron.fill.display import counted, one_line
+        from megatron.fill.display import counted, literal, plain_table
 
         self._look()
         self._live.look()
         states, running = {page.rank: page.state.name for page in self._pages}, self._running()
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        for heading in ("RANK", "STAGE", "NODE", "ITER", "MS", "BUBBLES", "HARVEST", "BRAKE"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("STATE", no_wrap=True)
-        table.add_column("JOBS", no_wrap=True, overflow="ellipsis")
+        numbers = (">RANK", ">STAGE", ">NODE", ">ITER", ">MS", ">BUBBLES", ">HARVEST", ">BRAKE")
+        table = plain_table(*numbers, "<STATE", "<JOBS", gap=1)
         ranks, rows = list(self._live.ranks.items()), min(rows, _MOST_ROWS)
         for number, rank in ranks[:rows]:
             braked = bool(rank.brakes) and rank.iteration < rank.brakes[-1].until
@@ -184,7 +180,7 @@ class _View:
                 _share(*rank.harvest),
                 "on" if braked else "-",
                 states.get(number, "-"),
-                Text(one_line(", ".join(running.get(number, ())))),
+                literal(", ".join(running.get(number, ()))),
             )
         more = [Text(f"and {counted(len(ranks) - rows, 'rank')} more")] if len(ranks) > rows else []
         foot = [

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megatron.fill.cli.options import Device, Json, checked_device
+from megatron.fill.cli.views import print_json
+from megatron.fill.display import console_of
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux import safefile
 
@@ -74,8 +76,6 @@ def try_(
 
     --json prints a list with an object per job: docs/side-tasks.md explains its fields.
     """
-    from rich.console import Console
-
     from megatron.fill.trial.printed import print_trial
     from megatron.fill.trial.result import Ended, Options
 
@@ -90,12 +90,9 @@ def try_(
     with trial_folder(keep) as folder:
         trials = list(trials_of(jobs, search, options, folder, keep is not None, _say))
     if as_json:
-        from megatron.fill.cli.views import print_json
-
-        print_json([trial.to_dict() for trial in trials])
+        print_json([asdict(trial) for trial in trials])
     else:
-        free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-        console = Console(width=80 if free else None, highlight=False)
+        console = console_of(80)
         for at, trial in enumerate(trials):
             if at:
                 console.print()
@@ -119,8 +116,6 @@ def trials_of(
         folder: parent of the jobs' folders.
         kept: True if it is kept, so that a trial may name its job's folder.
     """
-    from dataclasses import replace
-
     from megatron.fill.trial.check import examine
     from megatron.fill.trial.run import refused, try_job
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron.fill.cli.options import Json, Store, opened, seconds
-from megatron.fill.display import one_line
+from megatron.fill.cli.views import print_json
+from megatron.fill.display import literal, one_line, plain_table
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.types import JobState
 
@@ -88,19 +88,12 @@ def usage(
     segments = {run: _segment(run) for run in sorted({_run(job) for job in jobs})}
     prices = {run: _price(segment) if price is None else price for run, segment in segments.items()}
     quotas = {run: segment.quota for run, segment in segments.items() if segment is not None and segment.quota}
-    found = used(jobs, by, prices)
-    total = Used(
-        sum(one.jobs for one in found.values()),
-        sum(one.running for one in found.values()),
-        sum(one.device_s for one in found.values()),
-        sum(one.steps for one in found.values()),
-        _sum(one.joules for one in found.values()),
-        _sum(one.cost for one in found.values()),
-    )
+    found = used(jobs, _NAMES[by], prices)
+    total = used(jobs, lambda _: "all", prices).get("all", Used())
     if as_json:
         rows = [{by.value: name, **asdict(one)} for name, one in found.items()]
         limits = {run: asdict(quota) for run, quota in quotas.items()}
-        print(json.dumps({"by": by, "rows": rows, "total": asdict(total), "quotas": limits}, indent=2))
+        print_json({"by": by, "rows": rows, "total": asdict(total), "quotas": limits})
     elif as_csv:
         writer = csv.writer(sys.stdout)
         writer.writerow([by.value, *asdict(total)])
@@ -123,15 +116,15 @@ def _within(job: Job, first_s: float | None) -> bool:
     return begun and (first_s is None or job.finished_s is None or job.finished_s >= first_s)
 
 
-def used(jobs: Iterable[Job], by: By, prices: Mapping[str, float | None]) -> dict[str, Used]:
-    """Return the usage by name, most device time first.
+def used(jobs: Iterable[Job], name: Callable[[Job], str], prices: Mapping[str, float | None]) -> dict[str, Used]:
+    """Return the usage by the name that a job's time is booked on, most device time first.
 
     Args:
         prices: price of a device-hour by run folder; None where it is not known.
     """
     found: defaultdict[str, Used] = defaultdict(Used)
     for job in jobs:
-        one = found[_name(job, by)]
+        one = found[name(job)]
         one.jobs += 1
         one.running += job.state is JobState.RUNNING
         one.device_s += job.progress.harvested_s
@@ -149,16 +142,17 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _name(job: Job, by: By) -> str:
-    if by is By.USER:
-        return job.user or "-"
-    return job.name if by is By.JOB else _run(job)
-
-
 def _run(job: Job) -> str:
     """Return the folder of the run that had a job last; ``-`` if it is not known."""
     match = _DEVICE.fullmatch(job.device)
     return match["run"] if match else "-"
+
+
+_NAMES: dict[By, Callable[[Job], str]] = {
+    By.USER: lambda job: job.user or "-",
+    By.JOB: lambda job: job.name,
+    By.RUN: _run,
+}
 
 
 def _segment(run: str) -> Segment | None:
@@ -178,19 +172,14 @@ def _price(segment: Segment | None) -> float | None:
 
 def _print(by: By, rows: dict[str, Used], total: Used) -> None:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(by.upper(), overflow="fold")
-    extra = [name for name, value in (("JOULES", total.joules), ("COST", total.cost)) if value is not None]
-    for heading in ("JOBS", "RUNNING", "DEVICE S", "STEPS", *extra):
-        table.add_column(heading, justify="right", no_wrap=True)
+    extra = [name for name, value in ((">JOULES", total.joules), (">COST", total.cost)) if value is not None]
+    table = plain_table(by.upper(), ">JOBS", ">RUNNING", ">DEVICE S", ">STEPS", *extra)
     for name, one in rows.items():
         cells = [str(one.jobs), str(one.running), f"{one.device_s:,.1f}", f"{one.steps:,}"]
         if total.joules is not None:
             cells.append("-" if one.joules is None else f"{one.joules:,.0f}")
         if total.cost is not None:
             cells.append("-" if one.cost is None else f"{one.cost:,.4f}")
-        table.add_row(Text(one_line(name)), *cells)
+        table.add_row(literal(name), *cells)
     Console(highlight=False).print(table)

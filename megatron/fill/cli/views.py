@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron.fill.display import one_line, state_colour
+from megatron.fill.display import console_of, literal, plain_table, state_colour
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 
@@ -79,32 +77,25 @@ def _finite(value: Any) -> Any:
 
 def print_table(jobs: list[Job], now_s: float) -> None:
     """Print a line for each job, in 80 columns, and then the reason of each failed one, cut to a line."""
-    from rich.table import Table
-
     if not jobs:
         print("There are no jobs.")
         return
     several_users = len({job.user for job in jobs}) > 1
-    table = Table(box=None, pad_edge=False)
-    table.add_column("ID", justify="right", no_wrap=True)
-    table.add_column("NAME", overflow="fold", min_width=12)
-    if several_users:
-        table.add_column("USER", overflow="fold", max_width=12)
-    table.add_column("STATE", no_wrap=True)
-    table.add_column("DONE", overflow="fold")
-    table.add_column("%", justify="right", no_wrap=True)
-    table.add_column("RATE", justify="right", no_wrap=True)
-    table.add_column("LEFT", justify="right", no_wrap=True)
+    users = ["USER"] if several_users else []
+    table = plain_table(">ID", "NAME", *users, "<STATE", "DONE", ">%", ">RATE", ">LEFT", padding=(0, 1))
+    table.columns[1].min_width = 12
+    if users:
+        table.columns[2].max_width = 12
     for job in jobs:
-        user = [_text(job.user)] if several_users else []
+        user = [literal(job.user)] if several_users else []
         left = _duration(remaining_s(job, now_s))
-        cells = [_text(_done(job)), _text(_percent(job)), _text(_rate(job, now_s)), _text(left)]
-        table.add_row(_text(str(job.id)), _text(job.name), *user, _state(job, now_s), *cells)
-    console = _console()
+        cells = [literal(_done(job)), literal(_percent(job)), literal(_rate(job, now_s)), literal(left)]
+        table.add_row(literal(str(job.id)), literal(job.name), *user, _state(job, now_s), *cells)
+    console = console_of(_PIPE_WIDTH)
     console.print(table)
     for job in jobs:
         if job.state is JobState.FAILED and job.reason:
-            line = _text(f"FAILED {job.name} ({job.id}): {job.reason}")
+            line = literal(f"FAILED {job.name} ({job.id}): {job.reason}")
             console.print(line, no_wrap=True, overflow="ellipsis")
     if any(job.lost(now_s) for job in jobs):
         print("LOST: its agent is not heard of any more; it goes on when a training serves this store again.")
@@ -151,29 +142,15 @@ def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
     table.add_row("state", _state(job, now_s))
     for name, value in lines.items():
         if value.strip():
-            table.add_row(name, _text(value.strip()))
-    _console().print(table)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=_PIPE_WIDTH if free else None, highlight=False)
-
-
-def _text(text: str, style: str = "") -> Any:
-    """Return literal text: without markup, and with control characters escaped."""
-    from rich.text import Text
-
-    return Text(one_line(text), style=style)
+            table.add_row(name, literal(value.strip()))
+    console_of(_PIPE_WIDTH).print(table)
 
 
 def _state(job: Job, now_s: float) -> Any:
     if job.lost(now_s):
-        return _text(_LOST, "red")
+        return literal(_LOST, "red")
     stopping = job.cancelling and job.state is JobState.RUNNING
-    return _text("CANCELLING" if stopping else str(job.state), state_colour(job.state))
+    return literal("CANCELLING" if stopping else str(job.state), state_colour(job.state))
 
 
 def _since(job: Job, now_s: float) -> str:

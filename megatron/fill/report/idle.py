@@ -44,11 +44,8 @@ def print_account(accounts: Sequence[AccountReport], console: Console) -> None:
 def _table(accounts: Sequence[AccountReport]) -> Table:
     """Return a table of the time of all ranks, and of what helps against each kind of idle time."""
     whole, ranks = accounts[-1], accounts[:-1]
-    table = new_table(f"Where the time of the ranks went: {whole.wall_s:,.1f} s, {whole.named_share:.2%} of it named")
-    table.add_column("what", no_wrap=True)
-    for heading in ("share", "least", "most", "in stretches\nover 1 ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what helps", overflow="fold")
+    title = f"Where the time of the ranks went: {whole.wall_s:,.1f} s, {whole.named_share:.2%} of it named"
+    table = new_table(title, "<what", ">share", ">least", ">most", ">in stretches\nover 1 ms", "what helps")
     shares = [{one.name: one.share for one in rank.times} for rank in ranks]
     for compute in (True, False):
         for one in whole.times:
@@ -70,11 +67,8 @@ def _blind_lines(accounts: Sequence[AccountReport]) -> list[str]:
 
 def print_timers(found: Sequence[TimerReport], console: Console) -> None:
     """Print the timers that the account has too; nothing without one."""
-    table = new_table("Megatron's own timers beside the account, in seconds of all ranks")
-    table.add_column("timers", overflow="fold", ratio=3)
-    for heading in ("timers", "account", "differ"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what in the account", overflow="fold", ratio=3)
+    title = "Megatron's own timers beside the account, in seconds of all ranks"
+    table = new_table(title, "timers", ">timers", ">account", ">differ", "what in the account")
     for one in found:
         if one.account_s is not None and one.difference_s is not None:
             share = f"{one.difference_s / one.time_s:+.1%}" if one.time_s else "-"

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from megatron.fill.display import plain_table
 from megatron.fill.report.drawn import MANY
 from megatron.fill.report.schema import Report, Totals
 
 ALL = "all"
 
 
-def new_table(title: str) -> Table:
-    """Return an empty table in the report's style."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+def new_table(title: str, *headings: str) -> Table:
+    """Return an empty table in the report's style; its headings are as for ``plain_table``."""
+    style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": True, "show_edge": False, "title_justify": "left"}
+    return plain_table(*headings, gap=1, title=title, **style)
 
 
 def named_rows(report: Report) -> tuple[str, list[tuple[str, Totals]]]:
-    """Return the first column's heading, and the rows: each rank (or each stage, if there are many ranks), then all."""
+    """Return the heading of the first column, and the rows: ranks (or stages, if there are many ranks), then all."""
     rows: list[tuple[str, Totals]]
     if len(report.ranks) > MANY:
-        first = "stage"
+        first = ">stage"
         rows = [(str(stage.stage), stage) for stage in report.stages]
     elif all(rank.rank == rank.stage for rank in report.ranks):
-        first = "rank"
+        first = ">rank"
         rows = [(str(rank.rank), rank) for rank in report.ranks]
     else:
-        first = "rank/\nstage"
+        first = ">rank/\nstage"
         rows = [(f"{rank.rank}/{rank.stage}", rank) for rank in report.ranks]
     return first, [*rows, (ALL, report.total)] if len(report.ranks) > 1 else rows
 

@@ -108,11 +108,9 @@ def _rank_table(report: Report) -> Table:
     if len(report.ranks) > MANY:
         title = f"Bubbles of the main job, {len(report.ranks):,} ranks by stage, in seconds by kind"
     first, rows = named_rows(report)
-    table = new_table(title)
-    table.add_column(first, justify="right", no_wrap=True)
-    headings = ["iters", "median\nms", "bubble\nshare", "fill", "fwd-bwd", "interior", "drain", "used"]
-    for heading in [*headings, "harvest\nratio"]:
-        table.add_column(heading, justify="right", no_wrap=True)
+    bubbles = [f">{kind}" for kind in PIPELINE_KINDS]
+    headings = [first, ">iters", ">median\nms", ">bubble\nshare", *bubbles, ">used", ">harvest\nratio"]
+    table = new_table(title, *headings)
     add_rows(table, rows, _rank_cells)
     return table
 
@@ -139,23 +137,15 @@ def _use_table(report: Report) -> Table:
         whole_ns = sum(totals.time_use_ns.values())
         return [f"{totals.time_use_ns[use] / whole_ns:.1%}" if whole_ns else "-" for use in used]
 
-    table = new_table("Where the bubble time with filling on went")
     first, rows = named_rows(report)
-    table.add_column(first, justify="right", no_wrap=True)
-    for use in used:
-        table.add_column(_HEADINGS[use], justify="right", no_wrap=True)
+    table = new_table("Where the bubble time with filling on went", first, *(f">{_HEADINGS[use]}" for use in used))
     add_rows(table, rows, cells)
     return table
 
 
 def _job_table(jobs: Sequence[JobReport]) -> Table:
-    table = new_table("Jobs")
-    table.add_column("job", overflow="fold", max_width=18)
-    table.add_column("state", no_wrap=True)
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("work done", overflow="fold", max_width=18)
-    table.add_column("per s in\nbubbles", justify="right", no_wrap=True)
-    table.add_column("reason", overflow="fold")
+    table = new_table("Jobs", "job", "<state", ">rank", "work done", ">per s in\nbubbles", "reason")
+    table.columns[0].max_width = table.columns[3].max_width = 18
     for job in jobs:
         table.add_row(
             escape(one_line(job.name)),
@@ -329,12 +319,8 @@ def _times(count: int) -> str:
 
 
 def _cycle_table(title: str, bubbles: Sequence[CycleBubble]) -> Table:
-    table = new_table(title)
-    table.add_column("index", justify="right", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    headings = ["mean\nms", "p10\nms", "p90\nms", "starts at\nms", "share of\niteration", "free\nGiB", "seen"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    times = (">mean\nms", ">p10\nms", ">p90\nms", ">starts at\nms")
+    table = new_table(title, ">index", "<kind", *times, ">share of\niteration", ">free\nGiB", ">seen")
     for bubble in bubbles:
         table.add_row(
             str(bubble.index),

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron.fill.display import harmless, one_line, size
+from megatron.fill.display import harmless, literal, plain_table, size
 from megatron.fill.trial.result import Ended, RoundTrip, Trial
 
 _CALLBACKS = (
@@ -26,30 +26,28 @@ _VERDICTS = {
 
 def print_trial(trial: Trial, console: Console) -> None:
     """Print a trial's callbacks, bubbles and verdict."""
-    console.print(_text(f"{trial.job}: {trial.what} on {trial.device}", "bold"))
+    console.print(literal(f"{trial.job}: {trial.what} on {trial.device}", "bold"))
     if trial.callbacks_ms:
         console.print(_callbacks(trial))
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, said in _facts(trial):
-        table.add_row(name, _text(said))
+        table.add_row(name, literal(said))
     if table.row_count:
         console.print(table)
     verdict, colour = _VERDICTS[trial.ended]
-    console.print(_text(verdict + trial.reason, colour))
+    console.print(literal(verdict + trial.reason, colour))
     for line in trial.output:
         console.print(Padding(Text(harmless(line), overflow="fold"), (0, 0, 0, 2)))
     for hint in trial.hints:
         console.print(_hint(hint))
     if trial.folder:
-        console.print(_text(f"Its folder: {trial.folder}"))
+        console.print(literal(f"Its folder: {trial.folder}"))
 
 
 def _callbacks(trial: Trial) -> Table:
-    table = Table("CALLBACK", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("LONGEST", justify="right", no_wrap=True)
-    table.add_column("")
+    table = plain_table("CALLBACK", ">LONGEST", "")
     for name in _CALLBACKS:
         if name == _STEP and trial.steps is not None:
             steps = trial.steps
@@ -90,13 +88,8 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
 
 def _hint(text: str) -> Table:
     table = Table.grid(padding=(0, 1))
-    table.add_row("-", _text(text))
+    table.add_row("-", literal(text))
     return table
-
-
-def _text(text: str, style: str = "") -> Text:
-    """Return the text without markup, and with control characters escaped."""
-    return Text(one_line(text), style=style)
 
 
 def _ms(value: float) -> str:

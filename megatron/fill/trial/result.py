@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -140,6 +140,3 @@ class Trial:
     hints: list[str] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
     folder: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
