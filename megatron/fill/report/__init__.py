@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,13 +68,9 @@ class NotWritten(FillError):
         self.report = report
 
 
-def _nobody(names: Collection[str]) -> Mapping[str, JobRecord]:
-    return {}
-
-
 def compose(
     run_dir: Path,
-    ask: Ask = _nobody,
+    ask: Ask = lambda names: {},
     prices: Prices | None = None,
     *,
     ended: Segment | None = None,

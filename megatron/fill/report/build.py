@@ -113,11 +113,12 @@ class ReportBuilder:
         sums.infos.append(part.info)
         sums.harvested[part.info.rank] = part.harvested
         sums.filled[part.info.rank] = part.filled
-        sums.iterations[part.info.rank] = len(part.number)
-        sums.means.add(part)
-        if len(part.number):
-            sums.numbers += [int(part.number.min()), int(part.number.max())]
-            sums.blocks = max(sums.blocks, int(part.block.max()) + 1)
+        its = part.iterations
+        sums.iterations[part.info.rank] = len(its.number)
+        sums.means.add(its)
+        if len(its.number):
+            sums.numbers += [int(its.number.min()), int(its.number.max())]
+            sums.blocks = max(sums.blocks, int(its.block.max()) + 1)
 
     @property
     def empty(self) -> bool:

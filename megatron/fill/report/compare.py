@@ -31,14 +31,12 @@ def compared(first: Report, second: Report) -> Iterator[Figure]:
 
     def one(name: str, of: Callable[[Report], float | None], form: str, unit: str = "") -> Figure:
         values = of(first), of(second)
-        texts = tuple("-" if value is None else format(value, form) + unit for value in values)
-        known = [value for value in values if value is not None]
-        if len(known) < 2:
-            return Figure(name, (texts[0], texts[1]), "")
-        difference = known[1] - known[0]
-        if form.endswith("%"):
-            return Figure(name, (texts[0], texts[1]), format(100 * difference, f"+{form[:-1]}f") + " pp")
-        return Figure(name, (texts[0], texts[1]), format(difference, f"+{form}") + unit)
+        before, after = ("-" if value is None else format(value, form) + unit for value in values)
+        difference = ""
+        if values[0] is not None and values[1] is not None:
+            more, points = values[1] - values[0], form.endswith("%")
+            difference = format(100 * more, f"+{form[:-1]}f") + " pp" if points else format(more, f"+{form}") + unit
+        return Figure(name, (before, after), difference)
 
     def median_ms(report: Report) -> float | None:
         return None if report.total.iteration_time is None else report.total.iteration_time.median_s * 1e3

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron.fill.records import BLIND
 from megatron.fill.report.account import GAP
-from megatron.fill.report.rows import new_table
+from megatron.fill.report.rows import listed, new_table
 from megatron.fill.report.schema import AccountReport, Late, TimerReport
 from megatron.fill.types import PIPELINE_KINDS
 
@@ -83,10 +83,7 @@ def late_lines(found: Sequence[Late]) -> list[str]:
     """Return a line on each of the waits in which ranks were late, for the longest of them."""
     lines = []
     for one in found[:_LATE]:
-        shown = ", ".join(str(rank) for rank in one.ranks[:_RANKS])
-        more = f" and {len(one.ranks) - _RANKS:,} more" if len(one.ranks) > _RANKS else ""
-        late = f"{'ranks' if len(one.ranks) > 1 else 'rank'} {shown}{more}"
         others = "the other rank" if one.others == 1 else f"the {one.others:,} others each"
-        lines.append(f"late in {one.wait}: {late}; {others} waited {one.late_s:,.1f} s more")
+        lines.append(f"late in {one.wait}: {listed(one.ranks, _RANKS)}; {others} waited {one.late_s:,.1f} s more")
     more_lines = [f"  and {len(found) - _LATE:,} more; report.json has them all"] if len(found) > _LATE else []
     return lines + more_lines

@@ -34,7 +34,6 @@ class RankPart:
     """The figures of a rank in a segment; times in nanoseconds.
 
     Attributes:
-        number, duration, filling, block, watched: one entry for each training iteration, as in ``IterationTimes``.
         filled: time in iterations with filling on, each up to the start of the next (with an evaluation in between).
         bubbles: bubble time in completed training iterations, by kind.
         evaluation: bubble time in evaluations, by kind.
@@ -54,11 +53,7 @@ class RankPart:
 
     info: RankInfo
     segment: int
-    number: np.ndarray
-    duration: np.ndarray
-    filling: np.ndarray
-    block: np.ndarray
-    watched: np.ndarray
+    iterations: IterationTimes
     filled: int
     bubbles: dict[BubbleKind, int]
     evaluation: dict[BubbleKind, int]
@@ -99,11 +94,7 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
     return RankPart(
         info=seen.info,
         segment=segment,
-        number=its.number,
-        duration=its.duration,
-        filling=its.filling,
-        block=its.block,
-        watched=its.watched,
+        iterations=its,
         filled=_filled(its),
         bubbles=_by_kind(seen, ended & ~bubbles.forward_only),
         evaluation=_by_kind(seen, bubbles.forward_only),
@@ -154,16 +145,11 @@ def _filled(its: IterationTimes) -> int:
 
 def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int]:
     """Return the ns that each worker harvested in these bubbles, as far as its record still has single bubbles."""
-    return [
-        int(
-            np.array(column(worker.uses, "harvested_ns"), dtype=np.int64)[
-                np.isin(column(worker.uses, "seq"), seqs)
-            ].sum()
-        )
-        if len(seqs) and len(worker.uses)
-        else 0
-        for worker in workers
-    ]
+    wanted = set(seqs.tolist())
+    if not wanted:
+        return [0] * len(workers)
+    both = (zip(column(its.uses, "seq"), column(its.uses, "harvested_ns"), strict=True) for its in workers)
+    return [sum(harvested_ns for seq, harvested_ns in uses if seq in wanted) for uses in both]
 
 
 def _harvested_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> list[int]:
@@ -205,8 +191,9 @@ def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], apart: Sequen
 
 
 def _by_kind(seen: Seen, chosen: np.ndarray) -> dict[BubbleKind, int]:
+    """Return the ns of the chosen bubbles of the pipeline, by kind."""
     kinds, durations = seen.bubbles.kind[chosen], seen.bubbles.duration[chosen]
-    return {kind: int(durations[kinds == code].sum()) for code, kind in enumerate(KINDS)}
+    return {kind: int(durations[kinds == KINDS.index(kind)].sum()) for kind in PIPELINE_KINDS}
 
 
 def _of_uses(workers: Sequence[WorkerRecord], name: str, by: str, least: int) -> np.ndarray:

@@ -36,6 +36,12 @@ def named_rows(report: Report) -> tuple[str, list[tuple[str, Totals]]]:
     return first, [*rows, (ALL, report.total)] if len(report.ranks) > 1 else rows
 
 
+def listed(ranks: Sequence[int], most: int = 6) -> str:
+    """Return ``rank 3``, or ``ranks 3, 4``; of more than ``most`` ranks the first, and how many more there are."""
+    more = f" and {len(ranks) - most:,} more" if len(ranks) > most else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:most]))}{more}"
+
+
 def add_rows(table: Table, rows: Iterable[tuple[str, Totals]], cells: Callable[[Totals], Sequence[str]]) -> None:
     """Add the rows; a line separates the row of all ranks."""
     for name, totals in rows:

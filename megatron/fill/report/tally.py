@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 
 from megatron.fill.report.part import JobWork, RankPart
 from megatron.fill.report.schema import Outside, PairedTimes, Percentiles, Times, Totals, WorkReport
+from megatron.fill.report.seen import IterationTimes
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import PIPELINE_KINDS, BubbleKind, Iteration
 
@@ -81,16 +82,16 @@ class Tally:
         self._unknown = False
         self._times, self._on, self._off = Pool(), Pool(), Pool()
         self._latencies, self._overruns = Pool(), Pool()
-        self._bubbles = dict.fromkeys(PIPELINE_KINDS, 0)
-        self._evaluation = dict.fromkeys(PIPELINE_KINDS, 0)
+        self._bubbles, self._evaluation = Counter[BubbleKind](), Counter[BubbleKind]()
         self._outside: dict[BubbleKind, np.ndarray] = {}  # all ns of them, the fillable and the harvested ones
         self._alone = self._share = 0.0
         self.done: dict[str, JobWork] = {}  # by job
-        self._time_use = dict.fromkeys(TimeUse, 0)
+        self._time_use = Counter[TimeUse]()
         self._errors = self._predicted = 0
 
     def add(self, part: RankPart) -> None:
-        self.iterations[part.info.rank] += len(part.number)
+        its = part.iterations
+        self.iterations[part.info.rank] += len(its.number)
         self.fillable += part.fillable
         self._settling += part.settling
         if part.known:
@@ -98,24 +99,22 @@ class Tally:
             self._known += part.fillable
         else:
             self._unknown = True
-        self._times.add(part.duration)
-        self._watched += int(part.duration[part.watched].sum())
-        paired = (part.block >= 0) & part.watched
-        self._on.add(part.duration[paired & part.filling])
-        self._off.add(part.duration[paired & ~part.filling])
+        self._times.add(its.duration)
+        self._watched += int(its.duration[its.watched].sum())
+        paired = (its.block >= 0) & its.watched
+        self._on.add(its.duration[paired & its.filling])
+        self._off.add(its.duration[paired & ~its.filling])
         self._latencies.add(part.latencies)
         self._overruns.add(part.overruns)
-        for kind in PIPELINE_KINDS:
-            self._bubbles[kind] += part.bubbles[kind]
-            self._evaluation[kind] += part.evaluation[kind]
+        self._bubbles.update(part.bubbles)
+        self._evaluation.update(part.evaluation)
+        self._time_use.update(part.time_use)
         for kind, times in part.outside.items():
             self._outside[kind] = self._outside.get(kind, 0) + np.array(times)
         self._alone += part.alone
         self._share += part.share
         for job, done in part.done.items():
             self.done[job] = self.done.get(job, JobWork()) + done
-        for use, nanoseconds in part.time_use.items():
-            self._time_use[use] += nanoseconds
         self._errors += part.errors
         self._predicted += part.predicted
 
@@ -128,7 +127,7 @@ class Tally:
             iteration_s=self._times.total / _S,
             iteration_time=self._times.times(),
             bubble_s=_seconds(self._bubbles),
-            bubble_share=ratio(sum(self._bubbles.values()), self._watched),
+            bubble_share=ratio(self._bubbles.total(), self._watched),
             evaluation_bubble_s=_seconds(self._evaluation),
             fillable_s=self.fillable / _S,
             settling_s=self._settling / _S,
@@ -140,7 +139,7 @@ class Tally:
                 if total
             },
             fill_efficiency=ratio(self._alone, self._share),
-            time_use_ns=self._time_use,
+            time_use_ns={use: self._time_use[use] for use in TimeUse},
             steps=sum(done.steps for done in self.done.values()),
             work=[
                 WorkReport(
@@ -170,20 +169,20 @@ class MeanIterations:
         self._filling = self._watched = np.zeros(0, dtype=bool)
         self._ranks = 0
 
-    def add(self, part: RankPart) -> None:
-        if not len(part.number):
+    def add(self, its: IterationTimes) -> None:
+        if not len(its.number):
             return
         self._ranks += 1
-        self._cover(int(part.number.min()), int(part.number.max()))
-        at = part.number - self._first
-        new = at[self._counts[at] == 0]
+        self._cover(int(its.number.min()), int(its.number.max()))
+        at = its.number - self._first
         fresh = self._counts[at] == 0
-        self._block[new], self._filling[new] = part.block[fresh], part.filling[fresh]
+        new = at[fresh]
+        self._block[new], self._filling[new] = its.block[fresh], its.filling[fresh]
         self._watched[new] = True
-        self._watched[at] &= part.watched
+        self._watched[at] &= its.watched
         # An iteration counts for the comparison only if all ranks were in a block: one may settle later than another.
-        self._block[at] = np.minimum(self._block[at], part.block)
-        self._sums[at] += part.duration
+        self._block[at] = np.minimum(self._block[at], its.block)
+        self._sums[at] += its.duration
         self._counts[at] += 1
 
     def _cover(self, first: int, last: int) -> None:
@@ -219,5 +218,5 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _seconds(by_kind: dict[BubbleKind, int]) -> dict[BubbleKind, float]:
-    return {kind: nanoseconds / _S for kind, nanoseconds in by_kind.items()}
+def _seconds(by_kind: Counter[BubbleKind]) -> dict[BubbleKind, float]:
+    return {kind: by_kind[kind] / _S for kind in PIPELINE_KINDS}

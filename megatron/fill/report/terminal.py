@@ -15,7 +15,7 @@ from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
 from megatron.fill.report.idle import late_lines, print_account, print_timers
-from megatron.fill.report.rows import add_rows, named_rows, new_table
+from megatron.fill.report.rows import add_rows, listed, named_rows, new_table
 from megatron.fill.report.schema import (
     Cost,
     CycleBubble,
@@ -35,7 +35,6 @@ _GIB = 2**30
 _BRAKES = 5  # stops of one rank that are printed
 _JOBS, _SEGMENTS = 40, 10  # numbers of jobs and segments that are printed
 _RESULTS, _RESULT = 6, 40  # values printed of one job, and letters of each
-_NAMED = 6  # ranks named in a message
 _LEAST = 0.0005  # share of the whole from which on a use has a column: all of them are too wide for 80 columns
 _HEADINGS = {
     TimeUse.STEPS: "in\nsteps",
@@ -213,20 +212,15 @@ def _record_lines(report: Report) -> Iterator[str]:
         if segment.lost_until is not None:
             yield f"records{of}: deleted while it trained; what was before iteration {segment.lost_until + 1} is lost"
         if segment.unwritten:
-            yield f"records{of}: the last ones of {_ranks(segment.unwritten)} could not be written; only this has them"
+            yield f"records{of}: the last ones of {listed(segment.unwritten)} could not be written; only this has them"
         if segment.cut:
-            yield f"records{of}: of {_ranks(segment.cut)} there were more than memory could hold; the end is lost"
+            yield f"records{of}: of {listed(segment.cut)} there were more than memory could hold; the end is lost"
     unknown = defaultdict(list)
     for rank in report.ranks:
         if rank.harvest_unknown:
             unknown[rank.harvest_unknown].append(rank.rank)
     for why, ranks in unknown.items():
-        yield f"harvest of {_ranks(ranks)} not known (-) and in no sum: {why}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+        yield f"harvest of {listed(ranks)} not known (-) and in no sum: {why}"
 
 
 def _slowdown(found: Slowdown, pairs: str) -> str:
