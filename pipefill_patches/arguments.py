@@ -86,8 +86,8 @@ def tell_briefly(parser: argparse.ArgumentParser) -> None:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    holder, name = _ADD.resolve()
-    add = getattr(holder, name)
+    owner, name = _ADD.resolve()
+    add = getattr(owner, name)
 
     @functools.wraps(add)
     def add_with_fill(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -96,10 +96,10 @@ def _install(stack: contextlib.ExitStack) -> None:
         tell_briefly(parser)
         return parser
 
-    replace(stack, holder, name, add_with_fill)
+    replace(stack, owner, name, add_with_fill)
 
-    holder, name = _PARSE.resolve()
-    parse = getattr(holder, name)
+    owner, name = _PARSE.resolve()
+    parse = getattr(owner, name)
 
     @functools.wraps(parse)
     def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
@@ -107,7 +107,7 @@ def _install(stack: contextlib.ExitStack) -> None:
         attached.parsed(parsed)
         return parsed
 
-    replace(stack, holder, name, parse_and_check)
+    replace(stack, owner, name, parse_and_check)
 
 
 PATCH = Patch("arguments", "one function builds Megatron's parser, one uses it", _install, (_ADD, _PARSE))

@@ -104,12 +104,12 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     module = importlib.import_module(_MODULE)
     replace(stack, module, "dist", _OfTheWorld(module.dist))
-    holder, name = _SHAPES.resolve()
-    replace(stack, holder, name, _opening(getattr(holder, name)))
+    owner, name = _SHAPES.resolve()
+    replace(stack, owner, name, _opening(getattr(owner, name)))
     for targets, bridge in ((_BRIDGE_CALLS, True), (_PIPELINE_CALLS, False)):
         for target in targets:
-            holder, name = target.resolve()
-            replace(stack, holder, name, _outermost(getattr(holder, name), _CALLS[name], bridge))
+            owner, name = target.resolve()
+            replace(stack, owner, name, _outermost(getattr(owner, name), _CALLS[name], bridge))
 
 
 PATCH = Patch(

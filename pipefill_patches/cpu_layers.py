@@ -38,8 +38,8 @@ def install(stack: contextlib.ExitStack) -> None:
 
 
 def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
-    holder, name = _NORM.resolve()
-    make = holder.__new__
+    owner, name = _NORM.resolve()
+    make = owner.__new__
 
     @functools.wraps(make)
     def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,12 +50,12 @@ def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
             weight.sequence_parallel = config.sequence_parallel  # Megatron sums the gradients of weights so marked
         return made
 
-    replace(stack, holder, name, staticmethod(norm))
+    replace(stack, owner, name, staticmethod(norm))
 
 
 def _any_attention(stack: contextlib.ExitStack) -> None:
-    holder, _ = _ATTENTION.resolve()
-    initialize, attend = holder.__init__, holder.forward
+    owner, _ = _ATTENTION.resolve()
+    initialize, attend = owner.__init__, owner.forward
 
     @functools.wraps(initialize)
     def initialize_any(
@@ -76,8 +76,8 @@ def _any_attention(stack: contextlib.ExitStack) -> None:
             key, value = in_order(key), in_order(value)
         return attend(self, query, key, value, *args, **kwargs)
 
-    replace(stack, holder, "__init__", initialize_any)
-    replace(stack, holder, "forward", attend_to_all)
+    replace(stack, owner, "__init__", initialize_any)
+    replace(stack, owner, "forward", attend_to_all)
 
 
 def in_order(part: torch.Tensor) -> torch.Tensor:
@@ -89,18 +89,18 @@ def in_order(part: torch.Tensor) -> torch.Tensor:
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
-    holder, name = _GATHER.resolve()
-    chunks = getattr(holder, name)(part, group=group).chunk(2 * group.size())
+    owner, name = _GATHER.resolve()
+    chunks = getattr(owner, name)(part, group=group).chunk(2 * group.size())
     return torch.cat((*chunks[::2], *reversed(chunks[1::2])))
 
 
 def _token_counts_on_host(stack: contextlib.ExitStack) -> None:
-    holder, name = _MOVE.resolve()
-    move = getattr(holder, name)
+    owner, name = _MOVE.resolve()
+    move = getattr(owner, name)
 
     @functools.wraps(move)
     def move_or_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # Upstream converts only tensors on a device to an array, and a collective accepts no tensor as sizes.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
 
-    replace(stack, holder, name, move_or_convert)
+    replace(stack, owner, name, move_or_convert)

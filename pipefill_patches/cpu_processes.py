@@ -61,5 +61,5 @@ def _copied(prepare: Callable[..., None]) -> Callable[..., None]:
 def install(stack: contextlib.ExitStack) -> None:
     """Make the processes that this one starts run on the CPU too, until ``stack`` is closed."""
     replace(stack, BaseProcess, "start", _with_backend(BaseProcess.start))
-    holder, name = PREPARE.resolve()
-    replace(stack, holder, name, _copied(getattr(holder, name)))
+    owner, name = PREPARE.resolve()
+    replace(stack, owner, name, _copied(getattr(owner, name)))

@@ -117,8 +117,8 @@ def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied:
         raise PatchError("patch 'free_waits' must be applied before 'p2p_communicator', which watches its waits")
     for target, held in ((_POST, _one_by_one), (_POST_BATCHED, _batched)):
-        holder, name = target.resolve()
-        replace(stack, holder, name, _while_held(getattr(holder, name), held))
+        owner, name = target.resolve()
+        replace(stack, owner, name, _while_held(getattr(owner, name), held))
     stack.callback(attached.wait_usually)
 
 

@@ -219,8 +219,8 @@ def _install(stack: contextlib.ExitStack) -> None:
         raise PatchError("patch 'ghost_stages' must be applied before 'p2p_communicator' and 'training_loop'")
     ghosts: list[_Ghosts] = []  # has one element once the flags are parsed
 
-    holder, name = _PARSE.resolve()
-    parse = getattr(holder, name)
+    owner, name = _PARSE.resolve()
+    parse = getattr(owner, name)
 
     @functools.wraps(parse)
     def parse_for_stage(*args: Any, **kwargs: Any) -> Namespace:
@@ -230,10 +230,10 @@ def _install(stack: contextlib.ExitStack) -> None:
         ghosts[:] = [_Ghosts(settings, parsed)]
         return parsed
 
-    replace(stack, holder, name, parse_for_stage)
+    replace(stack, owner, name, parse_for_stage)
 
-    holder, name = _TRAIN.resolve()
-    train = getattr(holder, name)
+    owner, name = _TRAIN.resolve()
+    train = getattr(owner, name)
 
     @functools.wraps(train)
     def train_stage(*args: Any, **kwargs: Any) -> Any:
@@ -246,17 +246,17 @@ def _install(stack: contextlib.ExitStack) -> None:
         print(f"PipeFill: ghosts: {ghosts[0].told_weights(given['model'])}", flush=True)
         return result
 
-    replace(stack, holder, name, train_stage)
+    replace(stack, owner, name, train_stage)
 
-    holder, name = _GATHER.resolve()  # --exit-signal-handler gathers the signals of all ranks
-    replace(stack, holder, name, lambda item, *args, **kwargs: [item])
+    owner, name = _GATHER.resolve()  # --exit-signal-handler gathers the signals of all ranks
+    replace(stack, owner, name, lambda item, *args, **kwargs: [item])
 
     for target, kind in ((_FORWARD, "forward"), (_BACKWARD, "backward")):
-        holder, name = target.resolve()
-        replace(stack, holder, name, _timed(ghosts, kind, getattr(holder, name)))
+        owner, name = target.resolve()
+        replace(stack, owner, name, _timed(ghosts, kind, getattr(owner, name)))
     for target, method in ((_POST, "post"), (_POST_BATCHED, "post_batched")):
-        holder, name = target.resolve()
-        replace(stack, holder, name, _posting(ghosts, method, getattr(holder, name)))
+        owner, name = target.resolve()
+        replace(stack, owner, name, _posting(ghosts, method, getattr(owner, name)))
     collectives.wrap_calls(stack, functools.partial(_draining, ghosts))
 
 

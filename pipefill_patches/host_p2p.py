@@ -124,11 +124,11 @@ def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied:
         raise PatchError("patch 'host_p2p' must be applied before 'p2p_communicator', which watches its waits")
     for target in (_POST, _POST_BATCHED):
-        holder, name = target.resolve()
-        replace(stack, holder, name, _through_host(getattr(holder, name)))
+        owner, name = target.resolve()
+        replace(stack, owner, name, _through_host(getattr(owner, name)))
     replace(stack, importlib.import_module(_REDUCE.path.partition(":")[0]), "_coalescing_manager", _one_by_one)
-    holder, name = _ALL_REDUCE.resolve()
-    replace(stack, holder, name, _unless_alone(getattr(holder, name)))
+    owner, name = _ALL_REDUCE.resolve()
+    replace(stack, owner, name, _unless_alone(getattr(owner, name)))
 
 
 PATCH = Patch(

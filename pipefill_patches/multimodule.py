@@ -225,14 +225,14 @@ def _with_pipeline(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    holder, name = _STAGE.resolve()
-    replace(stack, holder, name, property(_current_stage))
-    holder, name = _BUILD.resolve()
-    replace(stack, holder, name, _joined(getattr(holder, name)))
-    holder, name = _SCHEDULE.resolve()
-    replace(stack, holder, name, _with_pipeline(getattr(holder, name)))
-    holder, name = _BACKWARD.resolve()
-    replace(stack, holder, name, spanned(getattr(holder, name), bus.backward))
+    owner, name = _STAGE.resolve()
+    replace(stack, owner, name, property(_current_stage))
+    owner, name = _BUILD.resolve()
+    replace(stack, owner, name, _joined(getattr(owner, name)))
+    owner, name = _SCHEDULE.resolve()
+    replace(stack, owner, name, _with_pipeline(getattr(owner, name)))
+    owner, name = _BACKWARD.resolve()
+    replace(stack, owner, name, spanned(getattr(owner, name), bus.backward))
     stack.callback(use, None)
 
 

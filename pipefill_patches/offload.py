@@ -132,8 +132,8 @@ def _state(optimizer: Any) -> Iterator[Any]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    holder, name = _SETUP.resolve()
-    setup = getattr(holder, name)
+    owner, name = _SETUP.resolve()
+    setup = getattr(owner, name)
 
     @functools.wraps(setup)
     def setup_with_offload(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ def _install(stack: contextlib.ExitStack) -> None:
             stack.callback(bus.callbacks.remove, offloaded)
         return result
 
-    replace(stack, holder, name, setup_with_offload)
+    replace(stack, owner, name, setup_with_offload)
 
 
 PATCH = Patch(

@@ -113,8 +113,8 @@ def _install(stack: contextlib.ExitStack) -> None:
         (_POST, transfers.post),
         (_POST_BATCHED, transfers.post),
     ):
-        holder, name = target.resolve()
-        replace(stack, holder, name, watched(getattr(holder, name)))
+        owner, name = target.resolve()
+        replace(stack, owner, name, watched(getattr(owner, name)))
 
 
 PATCH = Patch(

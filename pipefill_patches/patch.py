@@ -50,16 +50,16 @@ class Target:
         module, _, dotted = self.path.partition(":")
         owners, _, name = dotted.rpartition(".")
         try:
-            holder = pkgutil.resolve_name(f"{module}:{owners}")
-            getattr(holder, name)
+            owner = pkgutil.resolve_name(f"{module}:{owners}")
+            getattr(owner, name)
         except (ImportError, AttributeError) as error:
             raise PatchError(f"{self.path} cannot be found: {error}") from error
-        return holder, name
+        return owner, name
 
     def check(self) -> None:
         """Raise PatchError unless the function has the expected parameters and uses the expected names."""
-        holder, name = self.resolve()
-        function = getattr(holder, name)
+        owner, name = self.resolve()
+        function = getattr(owner, name)
         function = inspect.unwrap(function.fget if isinstance(function, property) and function.fget else function)
         found = tuple(inspect.signature(function).parameters)
         if found[: len(self.parameters)] != self.parameters:
@@ -176,16 +176,16 @@ class Patch:
 _MISSING = object()
 
 
-def replace(stack: contextlib.ExitStack, holder: Any, name: str, value: Any) -> Any:
-    """Set ``holder.name = value`` until the stack is closed; return the earlier value (None without one)."""
-    before = holder.__dict__.get(name, _MISSING) if hasattr(holder, "__dict__") else getattr(holder, name, _MISSING)
+def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> Any:
+    """Set ``owner.name = value`` until the stack is closed; return the earlier value (None without one)."""
+    before = owner.__dict__.get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name, _MISSING)
 
     def undo() -> None:
         if before is _MISSING:
-            delattr(holder, name)
+            delattr(owner, name)
         else:
-            setattr(holder, name, before)
+            setattr(owner, name, before)
 
-    setattr(holder, name, value)
+    setattr(owner, name, value)
     stack.callback(undo)
     return None if before is _MISSING else before

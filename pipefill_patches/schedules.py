@@ -89,13 +89,13 @@ def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _install(stack: contextlib.ExitStack) -> None:
     for target, schedule in ((_PLAIN, "1f1b"), (_INTERLEAVED, "interleaved")):
-        holder, name = target.resolve()
-        replace(stack, holder, name, _bracketed(getattr(holder, name), schedule))
+        owner, name = target.resolve()
+        replace(stack, owner, name, _bracketed(getattr(owner, name), schedule))
     for target, report in ((_FORWARD, bus.forward), (_BACKWARD, bus.backward)):
-        holder, name = target.resolve()
-        replace(stack, holder, name, spanned(getattr(holder, name), report))
-    holder, name = _COMBINED.resolve()
-    replace(stack, holder, name, _combined(getattr(holder, name)))
+        owner, name = target.resolve()
+        replace(stack, owner, name, spanned(getattr(owner, name), report))
+    owner, name = _COMBINED.resolve()
+    replace(stack, owner, name, _combined(getattr(owner, name)))
 
 
 PATCH = Patch(
@@ -107,8 +107,8 @@ PATCH = Patch(
 
 
 def _install_gpipe(stack: contextlib.ExitStack) -> None:
-    holder, name = _PLAIN.resolve()
-    one_forward_one_backward = inspect.unwrap(getattr(holder, name))
+    owner, name = _PLAIN.resolve()
+    one_forward_one_backward = inspect.unwrap(getattr(owner, name))
     communicator_class, _ = _COMMUNICATOR.resolve()
 
     @functools.wraps(one_forward_one_backward)
@@ -116,13 +116,13 @@ def _install_gpipe(stack: contextlib.ExitStack) -> None:
         if kwargs.get("p2p_communicator") is not None or kwargs.get("pg_collection") is not None:
             raise PatchError("--fill-pipeline-schedule gpipe does not support multi-module pipelines")
         # The schedule creates its communicator itself, from the class with this name, and the process groups too.
-        holder.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
+        owner.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
         try:
             return one_forward_one_backward(**kwargs)
         finally:
-            holder.P2PCommunicator = communicator_class
+            owner.P2PCommunicator = communicator_class
 
-    replace(stack, holder, name, _bracketed(forward_backward_gpipe, "gpipe"))
+    replace(stack, owner, name, _bracketed(forward_backward_gpipe, "gpipe"))
 
 
 @functools.cache

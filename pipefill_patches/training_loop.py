@@ -74,8 +74,8 @@ def _timers() -> dict[str, float]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    holder, name = _TRAIN_STEP.resolve()
-    train_step = _accounted(getattr(holder, name), HOST)
+    owner, name = _TRAIN_STEP.resolve()
+    train_step = _accounted(getattr(owner, name), HOST)
 
     @functools.wraps(train_step)
     def watched_step(*args: Any, **kwargs: Any) -> Any:
@@ -87,15 +87,15 @@ def _install(stack: contextlib.ExitStack) -> None:
         finally:
             bus.end_iteration()
 
-    replace(stack, holder, name, watched_step)
+    replace(stack, owner, name, watched_step)
 
     for target, reason in ((_EVALUATE, EVALUATION), (_SAVE, "checkpoint"), (_CAPTURE, "graph capture")):
-        holder, name = target.resolve()
-        replace(stack, holder, name, _disturbing(getattr(holder, name), reason))
+        owner, name = target.resolve()
+        replace(stack, owner, name, _disturbing(getattr(owner, name), reason))
     _install_account(stack)
 
-    holder, name = _INITIALIZE.resolve()
-    initialize = getattr(holder, name)
+    owner, name = _INITIALIZE.resolve()
+    initialize = getattr(owner, name)
 
     @functools.wraps(initialize)
     def initialize_then_start(*args: Any, **kwargs: Any) -> Any:
@@ -106,10 +106,10 @@ def _install(stack: contextlib.ExitStack) -> None:
         attached.started(_rank_info(), get_args())
         return result
 
-    replace(stack, holder, name, initialize_then_start)
+    replace(stack, owner, name, initialize_then_start)
 
-    holder, name = _LOG.resolve()
-    log = getattr(holder, name)
+    owner, name = _LOG.resolve()
+    log = getattr(owner, name)
 
     @functools.wraps(log)
     def log_figures_too(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def _install(stack: contextlib.ExitStack) -> None:
                 logger.exception("the figures of filling cannot be written any more; the training goes on")
         return result
 
-    replace(stack, holder, name, log_figures_too)
+    replace(stack, owner, name, log_figures_too)
 
     collectives.install(stack)
 
@@ -145,8 +145,8 @@ def _write_figures(iteration: int) -> None:
 
 def _install_account(stack: contextlib.ExitStack) -> None:
     """Bracket what a training does outside of passes and waits."""
-    holder, name = _TRAIN.resolve()
-    replace(stack, holder, name, _looped(getattr(holder, name)))
+    owner, name = _TRAIN.resolve()
+    replace(stack, owner, name, _looped(getattr(owner, name)))
     for target, what, whole in (
         (_EVALUATE, EVALUATION, False),
         (_SAVE, "save", True),
@@ -156,13 +156,13 @@ def _install_account(stack: contextlib.ExitStack) -> None:
         (_ZERO_GRADIENTS, "gradients", False),
         (_NEXT_BATCH, "data loading", True),
     ):
-        holder, name = target.resolve()
-        replace(stack, holder, name, _accounted(getattr(holder, name), what, whole))
-    holder, name = _SAVE.resolve()
-    replace(stack, holder, name, bus.saving()(getattr(holder, name)))
+        owner, name = target.resolve()
+        replace(stack, owner, name, _accounted(getattr(owner, name), what, whole))
+    owner, name = _SAVE.resolve()
+    replace(stack, owner, name, bus.saving()(getattr(owner, name)))
     replace(stack, os, "fsync", _waiting(os.fsync, bus.wait_in_save))
-    holder, name = _NEXT_BATCH.resolve()
-    replace(stack, holder, name, _waiting(getattr(holder, name), bus.wait_for_batch))
+    owner, name = _NEXT_BATCH.resolve()
+    replace(stack, owner, name, _waiting(getattr(owner, name), bus.wait_for_batch))
     base, _ = _OPTIMIZER.resolve()
     kinds = [base]
     for kind in kinds:

@@ -127,8 +127,8 @@ def resumable_adam(stack: contextlib.ExitStack) -> None:
 
 def _install(stack: contextlib.ExitStack) -> None:
     for target, wrapper in ((_COMPILE, unless_shipped), (_ADD_ARGUMENTS, _with_what_there_is)):
-        holder, name = target.resolve()
-        replace(stack, holder, name, wrapper(getattr(holder, name)))
+        owner, name = target.resolve()
+        replace(stack, owner, name, wrapper(getattr(owner, name)))
     resumable_adam(stack)
 
 

@@ -170,7 +170,7 @@ def _locked(path: Path, start: int, length: int, most_s: float) -> int:
         # Not if the file was removed in the meantime, as a user does to override a lost node's lock.
         if not held and os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
             return fd
-        other = _Holder(fd, start, length) if held else None
+        other = _Other(fd, start, length) if held else None
         os.close(fd)
         if other is not None:
             lost = bool(network) and other.elsewhere
@@ -192,8 +192,8 @@ def _unlock(fd: int, start: int, length: int) -> None:
         fcntl.lockf(fd, fcntl.LOCK_UN, length, start)
 
 
-class _Holder:
-    """The holder of a lock, as far as the kernel and the note in the file identify it."""
+class _Other:
+    """The training that has the lock, as far as the kernel and the note in the file identify it."""
 
     def __init__(self, fd: int, start: int, length: int) -> None:
         self.rank, pid = start, 0
@@ -208,7 +208,7 @@ class _Holder:
 
     @property
     def elsewhere(self) -> bool:
-        """True if the holder may be on another node."""
+        """True if it may be on another node."""
         return self.host != os.uname().nodename
 
     def __str__(self) -> str:
@@ -218,9 +218,9 @@ class _Holder:
         return f"its rank {self.rank}{process}{f', since {moment}' if moment else ''}"
 
 
-def _refusal(path: Path, holder: _Holder) -> str:
-    lost = f"; if {holder.host or 'its node'} is lost, remove {path}" if holder.elsewhere else ""
+def _refusal(path: Path, other: _Other) -> str:
+    lost = f"; if {other.host or 'its node'} is lost, remove {path}" if other.elsewhere else ""
     return (
-        f"the run folder {path.parent} is in use by another training ({holder}); "
+        f"the run folder {path.parent} is in use by another training ({other}); "
         f"expected another --fill-report, or that that training has ended{lost}"
     )

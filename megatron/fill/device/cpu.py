@@ -16,8 +16,8 @@ from megatron.fill.linux.held import Held, HeldMemory
 from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.linux.memorygroup import MemoryGroup, memory_groups
 from megatron.fill.linux.oom import OomLog
+from megatron.fill.linux.procsettings import ProcSettings
 from megatron.fill.linux.reap import end_all
-from megatron.fill.linux.standing import Standing
 
 logger = logging.getLogger("pipefill.device")
 
@@ -47,7 +47,7 @@ class HostLimiter:
         self.alive: list[tree.Process] = []  # living processes as of the latest look
         self._tree: tree.WorkerTree | None = None
         self._memory: HeldMemory | None = None
-        self._standing: Standing | None = None
+        self._proc_settings: ProcSettings | None = None
         self._pids: set[int] = set()
         self._oom = OomLog()
         self._held_bytes = 0
@@ -59,7 +59,7 @@ class HostLimiter:
         self._pids.add(pid)
         # An init process has made itself unreadable to unprivileged processes; its child has not yet begun the job.
         self._memory = HeldMemory((tree.descendants(pid) or [pid])[0])
-        self._standing = Standing(pid)
+        self._proc_settings = ProcSettings(pid)
         if self._cgroup is None:
             return
         if not self._cgroup.add(pid):
@@ -72,8 +72,8 @@ class HostLimiter:
 
     def look(self) -> str:
         self.alive = self.processes()
-        standing = self._standing.look([process.pid for process in self.alive]) if self._standing is not None else ""
-        return standing or self._check(self.alive)
+        pids, settings = [process.pid for process in self.alive], self._proc_settings
+        return (settings.look(pids) if settings is not None else "") or self._check(self.alive)
 
     def processes(self) -> list[tree.Process]:
         """The worker's living processes."""
@@ -119,8 +119,8 @@ class HostLimiter:
 
     def close(self) -> None:
         self._oom.close()
-        if self._standing is not None:
-            self._standing.restore_autogroup()  # the worker may have changed it just before its end
+        if self._proc_settings is not None:
+            self._proc_settings.restore_autogroup()  # the worker may have changed it just before its end
         if self._memory is not None:
             self._memory.close()
         if self._tree is not None:

@@ -65,7 +65,7 @@ class ImperativeTask(SideTask):
 
 
 class ProcessGroup(Protocol):
-    """A process group that its holder can signal and wait for."""
+    """A process group that its owner can signal and wait for."""
 
     @property
     def state(self) -> str: ...

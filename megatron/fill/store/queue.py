@@ -139,9 +139,9 @@ class JobStore(ABC):
         return self._run(work)
 
     def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
-        """Ask the holder of a RUNNING job to give it to ``device``, which is idle; False if the request is refused.
+        """Ask the agent of a RUNNING job to give it to ``device``, which is idle; False if the request is refused.
 
-        The next heartbeat notifies the holder (MOVE).  Once it has released the job, only ``device`` can claim it.  The
+        The next heartbeat notifies that agent (MOVE).  Once it has released the job, only ``device`` can claim it.  The
         request is valid for ``ASK_S`` and while ``device`` is idle: if its agent dies or takes another job, the job
         stays where it is, or is free for any device.  The request is refused if the job was asked for less than
         ``ASK_AGAIN_S`` ago, is ``cancelling``, or was claimed again since ``attempt``.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.linux.held import Held, HeldMemory, private_bytes
-from megatron.fill.linux.standing import Standing
+from megatron.fill.linux.procsettings import ProcSettings
 
 MIB = 2**20
 
@@ -134,7 +134,7 @@ def _process(proc: Path, pid: int, adjustment: int, nice: int) -> None:
 
 def test_a_standing_that_was_changed_ends_the_worker_and_is_put_back(tmp_path):
     _process(tmp_path, 5, 1000, 0)
-    standing = Standing(5, str(tmp_path))
+    standing = ProcSettings(5, str(tmp_path))
     assert standing.look([5, 6]) == ""
     _process(tmp_path, 6, 0, 0)
     assert standing.look([5, 6]) == "it changed its own standing: oom_score_adj of process 6 was 0, expected 1000"
@@ -149,8 +149,8 @@ def test_a_standing_that_was_changed_ends_the_worker_and_is_put_back(tmp_path):
 _REAL = """
 import os, sys
 sys.path[:] = {path!r}
-from megatron.fill.linux.standing import Standing
-standing, said = Standing(os.getpid()), []
+from megatron.fill.linux.procsettings import ProcSettings
+standing, said = ProcSettings(os.getpid()), []
 def write(file, text):
     child = os.fork()
     if child == 0:
@@ -162,7 +162,7 @@ def write(file, text):
 held, go = os.pipe()
 with open("/proc/self/oom_score_adj", "w") as own:
     own.write("500")
-standing = Standing(os.getpid())
+standing = ProcSettings(os.getpid())
 for file, text in (("oom_score_adj", "499"), ("autogroup", "19")):
     child = write(file, text)
     while not (found := standing.look([os.getpid(), child])):

@@ -13,7 +13,7 @@ _TRIES, _PAUSE_S = 5, 0.06  # the kernel changes an autogroup ten times a second
 _BROKEN = "it changed its own standing"
 
 
-class Standing:
+class ProcSettings:
     """A worker's ``oom_score_adj``, and the nice value of the session that it shares with its rank and its agent.
 
     Args:
