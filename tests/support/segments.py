@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.linux.files import replacing
 from megatron.fill.records import AgentFile, OpenSegment, RankWriter, SegmentEnding, begin_segment, rank_file
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
 
 
 def write_rank(path: Path, record: RankRecord) -> None:
     """The whole record of one rank, in place of an earlier one."""
-    path.unlink(missing_ok=True)
-    assert RankWriter(path, record.info, most_bytes=sys.maxsize).close(record, 60.0)
+    with replacing(path) as temporary:
+        assert RankWriter(temporary, record.info, most_bytes=sys.maxsize).close(record, 60.0)
 
 
 def write_segment(

@@ -81,7 +81,7 @@ def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]
     try:
         with path.open("rb") as file:
             first = _parse(path, 1, file.readline())
-            _check(path, kind, first)
+            check(path, kind, first)
             yield first
             for number, text in enumerate(file, 2):
                 if skipped is not None and text.startswith(skipped):
@@ -111,7 +111,12 @@ def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
     return content
 
 
-def _check(path: Path, kind: str, content: dict[str, Any]) -> None:
+def check(path: Path, kind: str, content: Mapping[str, Any]) -> None:
+    """Check the head of a record.
+
+    Raises:
+        FillError: it is that of another kind, or of another version.
+    """
     if content.get("kind") != kind:
         raise FillError(f"{path}: is not the record of a PipeFill {kind}")
     if content.get("version") != RECORD_VERSION:

@@ -9,44 +9,69 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic_core import from_json
 
 from megatron.fill.errors import FillError
 from megatron.fill.records.agent import Attempts, forgets
-from megatron.fill.records.files import RECORD_VERSION
+from megatron.fill.records.files import check
 from megatron.fill.records.sampling import Sample, SampledBubble, Samples
 from megatron.fill.records.segment import Segment
 from megatron.fill.records.slowdown import Estimate, slowdown
-from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, Iteration, RankInfo
+from megatron.fill.records.tables import column
+from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, Iteration, JobRecord, RankInfo
 
 _RECENT = 4096  # iterations that the slowdown is estimated from
 # After 200 filled iterations jobs count as settled in any case, or with the paired block that follows.
 _LONGEST_SETTLING = 256
+_USE = ("seq", "harvested_ns", "overrun_ns")  # fields of BubbleUse
 
 
-class _Used(NamedTuple):
-    """An attempt (rank, folder, number), and what it used.
+@dataclass(slots=True)
+class _Attempt:
+    """An attempt at a job, as last recorded.
 
     Attributes:
-        uses: numbers of the bubbles, and the ns harvested in each.
-        harvested_ns: its harvest, also in bubbles before those.
+        uses: numbers of the bubbles that it used, and the ns harvested in each; empty once they count whatever comes.
         older_uses: number of its uses before those.
+        harvested_ns: its harvest, also in bubbles before those.
+        early_ns: its harvest before jobs had settled; None if that was no longer recorded when it was first asked for.
+        asked: True once it was.
+        counted: number of the last bubble whose overrun is in the rank's sum.
     """
 
-    attempt: tuple[int, str, int]
-    uses: list[tuple[int, int]]
-    harvested_ns: int
-    older_uses: int
+    ended: bool = False
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    older_uses: int = 0
+    harvested_ns: int = 0
+    steps: int = 0
+    early_ns: int | None = 0
+    asked: bool = False
+    counted: int = -1
 
     def after_ns(self, seq: int) -> int:
         """Return the ns harvested after the bubble with that number."""
         return sum(harvested_ns for at, harvested_ns in self.uses if at > seq)
+
+    def add_early(self, settling_seq: int) -> None:
+        """Count the harvest up to that bubble; what a look has seen may be in no later record."""
+        if settling_seq < 0:
+            return
+        recorded_ns = sum(harvested_ns for _, harvested_ns in self.uses)
+        first = self.uses[0][0] if self.uses else 0
+        if not self.asked and forgets(self.harvested_ns - recorded_ns, first, self.older_uses, settling_seq):
+            self.early_ns = None
+        elif self.early_ns is not None:
+            self.early_ns = max(self.early_ns, recorded_ns - self.after_ns(settling_seq))
+        self.asked = True
+
+
+type _Attempts = defaultdict[tuple[str, str, int], _Attempt]  # by the job's name and folder, and the attempt's number
 
 
 @dataclass(slots=True)
@@ -143,6 +168,7 @@ class _RankTail:
     """Follows the record of one rank; a record that was shortened, or deleted, is read again."""
 
     def __init__(self, path: Path, sample: int) -> None:
+        self._path = path
         self._tail = _Tail(path, "spans")
         self._sample = sample
         self.rank: LiveRank | None = None
@@ -153,18 +179,13 @@ class _RankTail:
             first = next(lines, None)
             if first is None:
                 return
-            _check(first)
+            check(self._path, "rank", first)
             old, self.rank = self.rank, LiveRank(RankInfo(**first["info"]), samples=Samples(self._sample))
             if old is not None:  # of its jobs
                 self.rank.ended, self.rank.overruns, self.rank.overrun_ns = old.ended, old.overruns, old.overrun_ns
         for content in lines:
             if self.rank is not None:
                 _add(self.rank, content)
-
-
-def _check(head: dict[str, Any]) -> None:
-    if head.get("version") != RECORD_VERSION:
-        raise FillError(f"a record has version {head.get('version')!r}; this PipeFill reads {RECORD_VERSION}")
 
 
 def _add(rank: LiveRank, content: dict[str, Any]) -> None:
@@ -212,15 +233,8 @@ class LiveSegment:
         self._sample = sample
         self._nodes = None if nodes is None else set(nodes)
         self._tails: dict[int, _RankTail] = {}
-        self._seen: dict[tuple[int, str, int], int] = {}  # last bubble of each attempt whose overrun was counted
         self._ended: dict[Path, _Tail] = {}
-        self._harvested: Counter[int] = Counter()  # ns of attempts that ended, by rank
-        self._steps: Counter[int] = Counter()
-        self._known: set[tuple[str, int]] = set()  # attempts that ended
-        # Attempts that ended, by rank, until it has recorded which of their uses count.
-        self._undecided: defaultdict[int, list[_Used]] = defaultdict(list)
-        # The ns of each attempt before jobs had settled; None if they were no longer recorded at the first look.
-        self._early: dict[tuple[int, str, int], int | None] = {}
+        self._attempts: defaultdict[int, _Attempts] = defaultdict(lambda: defaultdict(_Attempt))
         self.ranks: dict[int, LiveRank] = {}
 
     def look(self) -> None:
@@ -235,65 +249,37 @@ class LiveSegment:
             if rank is None or (self._nodes is not None and rank.info.node not in self._nodes):
                 continue
             self.ranks[number] = rank
+            attempts = self._attempts[number]
             with suppress(OSError, FillError):
-                self._look_at_jobs(number, files.ended, rank)
+                self._look_at_ended(files.ended, rank, attempts)
                 running = files.running_attempts()
-                rank.running = [one for one in running if (one[0].directory, one[0].attempt) not in self._known]
-            used = self._undecided[number].copy()
+                rank.running = [one for one in running if not attempts[_key(one[0])].ended]
             for job, worker in rank.running:
-                key = number, job.directory, job.attempt
-                self._overruns(rank, key, [(use.seq, use.overrun_ns) for use in worker.uses])
-                uses = [(use.seq, use.harvested_ns) for use in worker.uses]
-                used.append(_Used(key, uses, worker.harvested_ns, worker.older_uses))
-                rank.samples.use(job.name, uses)
-            for one in used:
-                self._add_early(rank, one)
-            ahead_ns = sum(one.after_ns(rank.seq) for one in used)
-            if not rank.settles:
-                self._undecided[number] = [one for one in self._undecided[number] if one.after_ns(rank.seq)]
-            early = [early_ns for (at, _, _), early_ns in self._early.items() if at == number]
-            whole = [early_ns for early_ns in early if early_ns is not None]
-            rank.early_ns = sum(whole) if len(whole) == len(early) else None
-            running_ns = sum(worker.harvested_ns for _, worker in rank.running)
-            rank.harvested_ns = self._harvested[number] + running_ns - ahead_ns
-            rank.steps = self._steps[number] + sum(worker.steps_done for _, worker in rank.running)
+                one = attempts[_key(job)]
+                one.harvested_ns, one.steps, one.older_uses = worker.harvested_ns, worker.steps_done, worker.older_uses
+                _use(rank, one, job.name, {name: column(worker.uses, name) for name in _USE})
+            for one in attempts.values():
+                one.add_early(rank.settling_seq)
+                if one.ended and not rank.settles and not one.after_ns(rank.seq):
+                    one.uses = []
+            its = attempts.values()
+            early = [one.early_ns for one in its if one.early_ns is not None]
+            rank.early_ns = sum(early) if len(early) == len(its) else None
+            rank.harvested_ns = sum(one.harvested_ns - one.after_ns(rank.seq) for one in its)
+            rank.steps = sum(one.steps for one in its)
 
-    def _look_at_jobs(self, number: int, paths: Sequence[Path], rank: LiveRank) -> None:
+    def _look_at_ended(self, paths: Sequence[Path], rank: LiveRank, attempts: _Attempts) -> None:
         for path in paths:
             _, lines = self._ended.setdefault(path, _Tail(path, "steps")).lines()
             for content in lines:
                 if "job" not in content:
                     continue
                 job, worker = content["job"], content["worker"]
-                self._known.add((job["directory"], job["attempt"]))
-                self._harvested[number] += worker["harvested_ns"]
-                self._steps[number] += worker["steps_done"]
+                one = attempts[job["name"], job["directory"], job["attempt"]]
+                one.ended, one.harvested_ns, one.steps = True, worker["harvested_ns"], worker["steps_done"]
+                one.older_uses = worker.get("older_uses", 0)
                 rank.ended[job["status"]["state"], job["status"].get("cause") or ""] += 1
-                key, its = (number, job["directory"], job["attempt"]), worker["uses"]
-                self._overruns(rank, key, zip(its["seq"], its["overrun_ns"], strict=True))
-                uses = list(zip(its["seq"], its["harvested_ns"], strict=True))
-                rank.samples.use(job["name"], uses)
-                self._undecided[number].append(_Used(key, uses, worker["harvested_ns"], worker.get("older_uses", 0)))
-
-    def _add_early(self, rank: LiveRank, used: _Used) -> None:
-        """Count what an attempt harvested before jobs had settled; what a look has seen may be in no later record."""
-        settling_seq = rank.settling_seq
-        if settling_seq < 0:
-            return
-        early_ns = sum(harvested_ns for seq, harvested_ns in used.uses if seq <= settling_seq)
-        unrecorded_ns = used.harvested_ns - sum(harvested_ns for _, harvested_ns in used.uses)
-        seq = used.uses[0][0] if used.uses else 0
-        if used.attempt not in self._early and forgets(unrecorded_ns, seq, used.older_uses, settling_seq):
-            self._early[used.attempt] = None
-        elif (before_ns := self._early.get(used.attempt, 0)) is not None:
-            self._early[used.attempt] = max(early_ns, before_ns)
-
-    def _overruns(self, rank: LiveRank, key: tuple[int, str, int], uses: Iterable[tuple[int, int]]) -> None:
-        last = self._seen.get(key, -1)
-        new = [(seq, overrun_ns) for seq, overrun_ns in uses if seq > last]
-        self._seen[key] = max((seq for seq, _ in new), default=last)
-        rank.overrun_ns += sum(overrun_ns for _, overrun_ns in new)
-        rank.overruns += sum(overrun_ns > 0 for _, overrun_ns in new)
+                _use(rank, one, job["name"], worker["uses"])
 
     def samples(self) -> Iterator[tuple[LiveRank, Sample]]:
         """Yield the sampled iterations that are complete and were not yielded before."""
@@ -324,6 +310,21 @@ class LiveSegment:
     def jobs_done(self) -> int:
         """The number of jobs that succeeded since the training was started."""
         return sum(n for rank in self.ranks.values() for (state, _), n in rank.ended.items() if state == "SUCCEEDED")
+
+
+def _key(job: JobRecord) -> tuple[str, str, int]:
+    return job.name, job.directory, job.attempt
+
+
+def _use(rank: LiveRank, one: _Attempt, job: str, uses: Mapping[str, Sequence[int]]) -> None:
+    """Note the uses of bubbles by an attempt; overruns that are new are added to the rank's."""
+    seqs, harvested, overruns = (uses[name] for name in _USE)
+    one.uses = list(zip(seqs, harvested, strict=True))
+    rank.samples.use(job, one.uses)
+    new = [overrun_ns for seq, overrun_ns in zip(seqs, overruns, strict=True) if seq > one.counted]
+    one.counted = max([*seqs, one.counted])
+    rank.overrun_ns += sum(new)
+    rank.overruns += sum(overrun_ns > 0 for overrun_ns in new)
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -332,17 +332,17 @@ def test_an_iteration_is_linked_to_the_span_that_the_training_itself_made_of_it(
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    its, tracer = IterationSpans(2), TracerProvider().get_tracer("megatron")
+    noted, tracer = IterationSpans(2), TracerProvider().get_tracer("megatron")
     own = {}
     for iteration in range(1, 5):
-        its.note(iteration)  # outside of any span
+        noted.note(iteration)  # outside of any span
         with tracer.start_as_current_span("megatron.train.iteration") as span:
-            its.note(iteration)
+            noted.note(iteration)
             own[iteration] = span.get_span_context()
-    assert [one.iteration for one in its.latest] == [2, 4]
+    assert [one.iteration for one in noted.latest] == [2, 4]
     segment = run / "records" / "1"
     info = synthetic_run()[0][0].info
-    AccountWriter(segment, info, Account(), lambda: True, its.latest).close()
+    AccountWriter(segment, info, Account(), lambda: True, noted.latest).close()
     assert traced_iterations(segment, info.rank + 7) == {}  # it has left none
     known = traced_iterations(segment, info.rank)
     exporter = InMemorySpanExporter()
