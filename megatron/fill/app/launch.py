@@ -24,7 +24,7 @@ from megatron.fill.app.closing import collect, go_on, hand_in, kept, measure_alo
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.handover import check_between, take_turn
-from megatron.fill.app.placing import Place, world_size
+from megatron.fill.app.placing import take_rank, world_size
 from megatron.fill.app.runfolder import (
     STORE,
     check_owner,
@@ -66,7 +66,7 @@ class Launch:
     def __init__(self) -> None:
         self.settings: FillSettings | None = None
         self.session: Session | None = None
-        self._place = Place()
+        self._taken: tuple[int, Any] | None = None  # the rank by --fill-rank-order, and the store that it serves
         self._run_dir: Path | None = None
         self._lock: RunLock | None = None
         self._records: Path | None = None  # this segment's folder
@@ -90,8 +90,9 @@ class Launch:
 
     def on_parse(self, args: Namespace) -> None:
         self.settings = settings = FillSettings.from_args(args)
-        if settings.rank_order is not None and self._place.rank is None:  # a script may parse its flags twice
-            args.rank = self._place.take_rank(load_rank_order(settings.rank_order, world_size()))
+        if settings.rank_order is not None and self._taken is None:  # a script may parse its flags twice
+            self._taken = take_rank(load_rank_order(settings.rank_order, world_size()))
+            args.rank = self._taken[0]
         if settings.report is not None:
             try:
                 Path(settings.report).mkdir(parents=True, exist_ok=True)

@@ -19,33 +19,22 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-class Place:
-    """The place of this process and its logical rank; keeps the store that it serves alive.
+def take_rank(order: tuple[int, ...]) -> tuple[int, Any]:
+    """Change ``RANK`` to the logical rank of this process, and keep the rendezvous of the ranks working.
 
-    Attributes:
-        rank: the logical rank; None before ``take_rank``.
+    Args:
+        order: the physical rank of each logical one, for ``world_size()`` ranks.
+
+    Returns:
+        The logical rank, and the store that this process serves, which has to be kept; None if it serves none.
     """
-
-    def __init__(self) -> None:
-        self.rank: int | None = None
-        self._store: Any = None
-
-    def take_rank(self, order: tuple[int, ...]) -> int:
-        """Change ``RANK`` to the logical rank of this process, and keep the rendezvous of the ranks working.
-
-        Args:
-            order: the physical rank of each logical one, for ``world_size()`` ranks.
-
-        Returns:
-            The logical rank.
-        """
-        physical = int(os.environ.get("RANK") or 0)
-        self.rank = order.index(physical)
-        _keep_place(physical, len(order))
-        if len(order) > 1 and os.environ.get(_AGENT_STORE) != str(True):
-            self._store = _serve(physical)
-        os.environ["RANK"] = str(self.rank)
-        return self.rank
+    physical = int(os.environ.get("RANK") or 0)
+    rank, store = order.index(physical), None
+    _keep_place(physical, len(order))
+    if len(order) > 1 and os.environ.get(_AGENT_STORE) != str(True):
+        store = _serve(physical)
+    os.environ["RANK"] = str(rank)
+    return rank, store
 
 
 def _keep_place(physical: int, ranks: int) -> None:

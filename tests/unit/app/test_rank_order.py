@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app.launch import Launch
-from megatron.fill.app.placing import Place
+from megatron.fill.app.placing import take_rank
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.rankorder import load_rank_order
 from tests.unit.app.test_app import flags
@@ -73,10 +73,10 @@ def test_a_process_takes_its_rank_and_stays_where_it_is(monkeypatch, order):
 
 def test_a_launcher_that_names_no_places_is_helped(monkeypatch):
     started_as(monkeypatch, RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
-    assert Place().take_rank((3, 2, 1, 0)) == 0
+    assert take_rank((3, 2, 1, 0))[0] == 0
     assert (os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]) == ("1", "1")
     started_as(monkeypatch, RANK="3", WORLD_SIZE="4", SLURM_LOCALID="0", TORCHELASTIC_USE_AGENT_STORE="True")
-    Place().take_rank((3, 2, 1, 0))
+    take_rank((3, 2, 1, 0))
     assert os.environ["LOCAL_RANK"] == "0"
 
 
@@ -93,6 +93,6 @@ def test_the_first_process_serves_the_store_whatever_its_rank(monkeypatch):
     monkeypatch.setattr("torch.distributed.TCPStore", lambda *args, **_: started.append(args))
     for physical in (0, 1, 2):
         started_as(monkeypatch, RANK=str(physical), WORLD_SIZE="3", MASTER_ADDR="node0", MASTER_PORT="29500")
-        Place().take_rank((2, 0, 1))
+        take_rank((2, 0, 1))
         assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert started == [("node0", 29500)]
