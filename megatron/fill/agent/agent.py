@@ -40,6 +40,7 @@ from megatron.fill.device import MpsDaemon, open_device
 from megatron.fill.device.meter import fingerprint
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import Limits
+from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
@@ -62,6 +63,17 @@ _LOOK_AGAIN_S = 5.0  # even if the queue has not changed: leases expire, and dev
 _REST_S = 0.2  # between two looks whether a rest is over
 _SETTLE_S = 0.5  # time between two looks whether jobs have settled
 _SHOW_S = 10.0  # time between two records of the running jobs, and of the reasons why others wait
+
+
+def attempt(show: Callable[[], object]) -> None:
+    """Call a function that shows something, and log an exception of it instead of raising it."""
+    said = "what its jobs did, why others wait, or metrics cannot be shown now"
+    try:
+        show()
+    except (OSError, FillError) as error:  # the disk is full, say
+        logger.warning("%s: %s", said, error)
+    except Exception:
+        logger.exception(said)
 
 
 class Seat:
@@ -352,10 +364,7 @@ class Agent:
         while not self.context.over:
             self.resident.rest(_SHOW_S)
             for show in shows:
-                try:
-                    show()
-                except Exception:
-                    logger.exception("what its jobs did, why others wait, or metrics cannot be shown now")
+                attempt(show)
 
     def _show_reasons(self) -> None:
         """Say why jobs wait. After ``pipefill pause`` and ``kill`` they keep what they ended with."""

@@ -161,7 +161,7 @@ def _jobs(jobs: Sequence[JobReport]) -> Iterable[str]:
     if not jobs:
         return
     more = f" (the first {_MOST_JOBS} of {len(jobs):,})" if len(jobs) > _MOST_JOBS else ""
-    yield f"<h2>Jobs{more}</h2><p>The device seconds are those inside steps and inside bubbles.</p>"
+    yield f"<h2>Jobs{more}</h2><p>The device seconds are those inside steps, in bubbles and between trainings.</p>"
     rows = [
         (
             job.name,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fill.agent.agent import attempt
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.ledger import AttemptLedger
@@ -342,3 +343,16 @@ def test_an_agent_keeps_what_it_cannot_write_now(tmp_path):
         assert [job for job, _ in read_agent(tmp_path / "1" / "agent0.running.jsonl")] == [runs]
     ledger.write()
     assert not (tmp_path / "1" / "agent0.running.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "traced"), [(OSError(28, "No space left on device"), False), (KeyError("of ours"), True)]
+)
+def test_a_full_disk_is_said_in_a_line_and_a_fault_of_our_own_with_where_it_is(caplog, error, traced):
+    def show() -> None:
+        raise error
+
+    attempt(show)
+    [record] = caplog.records
+    assert "cannot be shown now" in record.getMessage()
+    assert (record.exc_info is not None) is traced
