@@ -6,7 +6,7 @@ import csv
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -95,11 +95,11 @@ def usage(
         limits = {run: asdict(quota) for run, quota in quotas.items()}
         print_json({"by": by, "rows": rows, "total": asdict(total), "quotas": limits})
     elif as_csv:
-        writer = csv.writer(sys.stdout)
+        writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow([by.value, *asdict(total)])
-        writer.writerows([name, *asdict(one).values()] for name, one in found.items())
+        writer.writerows([one_line(name), *asdict(one).values()] for name, one in found.items())
     else:
-        _print(by, {**found, "all": total}, total)
+        _print(by, [*found.items(), ("all", total)], total)
         for run, quota in quotas.items():
             print(one_line(f"quota of each user in {run}: {quota}"))
     unpriced = [job for job in jobs if prices[_run(job)] is None]
@@ -170,12 +170,12 @@ def _price(segment: Segment | None) -> float | None:
     return None if segment is None or segment.prices is None else segment.prices.main / segment.ranks
 
 
-def _print(by: By, rows: dict[str, Used], total: Used) -> None:
+def _print(by: By, rows: Sequence[tuple[str, Used]], total: Used) -> None:
     from rich.console import Console
 
     extra = [name for name, value in ((">JOULES", total.joules), (">COST", total.cost)) if value is not None]
     table = plain_table(by.upper(), ">JOBS", ">RUNNING", ">DEVICE S", ">STEPS", *extra)
-    for name, one in rows.items():
+    for name, one in rows:
         cells = [str(one.jobs), str(one.running), f"{one.device_s:,.1f}", f"{one.steps:,}"]
         if total.joules is not None:
             cells.append("-" if one.joules is None else f"{one.joules:,.0f}")

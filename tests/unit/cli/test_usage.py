@@ -86,6 +86,21 @@ def test_csv_has_a_head(usage):
     assert len(rows) == 3
 
 
+def test_a_user_of_any_name_has_one_line(usage, store):
+    queue = open_store(store)
+    for name, user in (("d", "all"), ("e", "ev\x1b[2Jil\nada")):
+        [job] = queue.submit([NewJob(name, Work("m:C"), user=user)])
+        claim = queue.claim("agent", [job.id], 3600, "rank 0 of r1 on host")
+        assert claim is not None
+        queue.finish(claim, Status(JobState.SUCCEEDED, Cause.FINISHED), _done(40), {})
+    queue.close()
+    lines = usage().splitlines()
+    assert [line.split()[0] for line in lines[1:]].count("all") == 2
+    lines = usage("--csv").split("\n")
+    assert "\r" not in lines[0]
+    assert any(line.startswith("ev [2Jil ada,1,0,40") for line in lines)
+
+
 def test_a_run_says_what_its_devices_cost(usage, store, monkeypatch, capsys):
     assert "COST" not in usage()
     monkeypatch.chdir(store)
