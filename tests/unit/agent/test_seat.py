@@ -28,6 +28,7 @@ from megatron.fill.linux.cgroup import find_home
 from megatron.fill.linux.tree import OWN, children
 from megatron.fill.pages.control import RunState
 from megatron.fill.records import read_agent
+from megatron.fill.status import Cause
 from megatron.fill.types import JobState
 from tests.support.memory_store import MemoryStore
 from tests.support.posts import Post, post
@@ -150,6 +151,24 @@ def test_a_command_runs_in_bubbles_only(bench):
     finally:
         bench.gate.end()
         serving.join(60)
+
+
+def test_a_job_whose_sandbox_is_not_ready_at_the_end_goes_back_at_once(bench, monkeypatch):
+    def late(self: WorkerProcess, within_s: float) -> None:
+        time.sleep(within_s)
+        raise TimeoutError
+
+    monkeypatch.setattr(WorkerProcess, "sandbox_report", late)
+    job, seat = bench.submit(**LONG), bench.seat()
+    serving = threading.Thread(target=seat.serve)
+    serving.start()
+    until(lambda: bench.pool.working)
+    bench.gate.end()
+    serving.join(30)  # not as long as a sandbox may take
+    assert not serving.is_alive()
+    told = bench.store.get(job.id)
+    assert (told.state, told.status.cause) == (JobState.QUEUED, Cause.TRAINING_ENDED)
+    assert told.reason == "the main job ended first"
 
 
 def test_an_empty_seat_rests_as_long_as_it_is_told_or_until_the_end(bench):
