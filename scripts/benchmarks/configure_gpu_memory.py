@@ -5,6 +5,9 @@ torch's allocator had at most on the last rank.  It is read where it is.  A row 
 counts as not expressible.  Peaks of SimuMax's trainings on B200 (``configure_b200.py``) are apart: of other models, on
 all ranks.  Nothing was chosen with them in view but what Transformer Engine's fused loss keeps.
 
+Judged is the figure that ``configure`` shows, the accounting times a factor (``room.Margins``); the interval is of the
+accounting.
+
 A measurement is *superseded* if it is 10% or more from the median of its recipe's: the flags do not tell the two apart.
 The platform may: those that no recipe of core_v0.19.0 runs on any more have what was measured with PyTorch 24.01, in
 whose container Transformer Engine has no deterministic flash attention for A100 (FlashAttention has it from 2.4.1 on).
@@ -17,7 +20,7 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, floor, lcm
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -26,7 +29,7 @@ from typing import Any
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.peaks import laid_out
-from megatron.fill.wings.configure.room import least_known, memory
+from megatron.fill.wings.configure.room import Margins, least_known, margins, memory
 from megatron.fill.wings.configure.search import unfused
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
@@ -36,9 +39,15 @@ FUNCTIONAL = "megatron_functional_tests.csv"
 _PEAK = "mem_max_allocated_bytes_last_rank"
 _NODE = 8  # GPUs of a test, unless its layout needs more; half of them in recipes of one GB200 node
 _CAPABILITY = {"a100": 8, "h100": 9, "b200": 10}  # major, by the platform's name
-_GPUS = {"mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": 64}  # as the bytes between its iterations tell
+# As the bytes between their iterations tell.  The shorter runs, which end in _sm, are of as many.
+_GPUS = {
+    "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": 64,
+    "mixtral/deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release": 32,
+}
 _FORMER = "lts_dgxa100_dracooci"  # how the platforms begin that were measured with PyTorch 24.01
-_TOKENIZER = {"bert": "BertWordPieceLowerCase"}  # the others have GPT-2's
+_TOKENIZER = {"bert": "BertWordPieceLowerCase"}  # the others have GPT-2's, unless their flags name one
+# Of the file that these recipes name in --tokenizer-model, nemotron_2_256k.model; the table has no paths.
+_VOCABULARIES = {"GPTSentencePieceTokenizer": "256000"}
 _BELOW = 0.02
 _SUPERSEDED = 0.1
 
@@ -48,37 +57,39 @@ class Row:
     """A measured training.
 
     Attributes:
+        accounted_bytes: by the accounting; 0 if it is refused.
+        configured_bytes: likewise, as ``configure`` itself accounts, which knows no platform's software.
+        upper_bytes: likewise; that of unfused attention, which the interval ends with, where the flags leave it open.
+        shown: factor of the figure that ``configure`` shows.
         least_known: True if it has a flag with which peaks are known least; no interval is learned from it.
         refused: reason why it cannot be expressed, or "".
-        predicted_bytes: 0 if it is refused.
-        configured_bytes: likewise; what ``configure`` itself says, which knows no platform's software.
-        upper_bytes: likewise; that of unfused attention, which the interval ends with, where the flags leave it open.
     """
 
     recipe: str
     platform: str
     group: tuple[str, ...]
     measured_bytes: int
-    predicted_bytes: int
+    accounted_bytes: int
     configured_bytes: int
     upper_bytes: int
+    shown: float
     least_known: bool
     refused: str
 
     @property
     def error(self) -> float:
         """The prediction's relative error; below 0 if the GPU held more."""
-        return self.predicted_bytes / self.measured_bytes - 1
+        return self.shown / self.ratio - 1
 
     @property
     def error_as_configured(self) -> float:
         """Likewise of what ``configure`` says."""
-        return self.configured_bytes / self.measured_bytes - 1
+        return self.shown * self.configured_bytes / self.measured_bytes - 1
 
     @property
     def ratio(self) -> float:
-        """The measured over the predicted peak."""
-        return self.measured_bytes / self.predicted_bytes
+        """The measured over the accounted peak."""
+        return self.measured_bytes / self.accounted_bytes
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -96,24 +107,25 @@ def read_rows(folder: Path) -> list[Row]:
 
 def _row(line: dict[str, str]) -> Row:
     flags, gpus = laid_out_as(line)
-    predicted = configured = upper = 0
-    refused = ""
+    accounted = configured = upper = 0
+    shown, refused = 1.0, ""
     group: tuple[str, ...] = ("refused",)
     try:
         model, its = laid_out(flags, gpus)
         capability = next((number for name, number in _CAPABILITY.items() if name in line["platform"]), 8)
         work = model.kernels.workspace_bytes(capability, bool(model.experts))
-        predicted = configured = upper = memory(model, its)[-1].total_bytes + work
+        accounted = configured = upper = memory(model, its)[-1].total_bytes + work
+        shown = margins(model, flags=flags).shown
         if model.kernels.undecided:
             kept = memory(unfused(model), its)[-1].total_bytes + work
-            upper = max(predicted, kept)
+            upper = max(accounted, kept)
             if line["platform"].startswith(_FORMER):
-                model, predicted, upper = unfused(model), kept, kept
+                model, accounted, upper = unfused(model), kept, kept
         group = _group(model, its, line["recipe"])
     except ConfigError as error:
         refused = str(error)
     row = line["recipe"], line["platform"], group
-    return Row(*row, int(line[_PEAK]), predicted, configured, upper, bool(least_known(flags)), refused)
+    return Row(*row, int(line[_PEAK]), accounted, configured, upper, shown, bool(least_known(flags)), refused)
 
 
 def laid_out_as(line: dict[str, str]) -> tuple[list[str], int]:
@@ -123,15 +135,18 @@ def laid_out_as(line: dict[str, str]) -> tuple[list[str], int]:
     expert_tp = int(given.get("--expert-tensor-parallel-size", tp))
     unit = lcm(tp * cp, expert_tp * ep if ep > 1 else 1) * pp
     node = _NODE // 2 if line["recipe"].endswith("1node") else _NODE
-    return _flags(given, line), _GPUS.get(line["recipe"], -(-node // unit) * unit)
+    return _flags(given, line), _GPUS.get(line["recipe"].removesuffix("_sm"), -(-node // unit) * unit)
 
 
 def _flags(given: dict[str, str], line: dict[str, str]) -> list[str]:
     found = []
     for flag, value in given.items():
         found += [flag] if value == "true" else [flag, value]
-    tokenizer = _TOKENIZER.get(line["recipe"].split("/")[0], "GPT2BPETokenizer")
-    found += [] if "--vocab-size" in given else ["--tokenizer-type", tokenizer]
+    if "--vocab-size" not in given:
+        named = given.get("--tokenizer-type")
+        tokenizer = named or _TOKENIZER.get(line["recipe"].split("/")[0], "GPT2BPETokenizer")
+        size = _VOCABULARIES.get(tokenizer)
+        found += ["--vocab-size", size] if size else [] if named else ["--tokenizer-type", tokenizer]
     for flag, value in (("--transformer-impl", line["impl"]),):
         if flag not in given and value:
             found += [flag, value]
@@ -175,6 +190,8 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "dense_mean_current": _mean(_of(current, "experts", False)),
         "dense_worst_current": max((abs(row.error) for row in _of(current, "experts", False)), default=None),
         "below_truth": fmean(row.error < -_BELOW for row in told),
+        "below_truth_current": fmean(row.error < -_BELOW for row in current) if current else None,
+        "below_truth_families": _below(told, sources),
         "below_truth_as_configured": fmean(row.error_as_configured < -_BELOW for row in told),
         "experts_mean": _mean(experts),
         "context_mean": _mean([row for row in told if "cp1" not in row.group]),
@@ -196,10 +213,11 @@ def b200_errors(folder: Path) -> dict[str, dict[str, float]]:
     for one in published(folder):
         model, its = laid_out(one.flags, GPUS)
         work = model.kernels.workspace_bytes(_CAPABILITY["b200"], bool(model.experts))
+        shown = margins(model, flags=one.flags).shown
         ranks = GPUS // its.pp
         fullest = [max(one.peaks[stage * ranks : (stage + 1) * ranks]) for stage in range(its.pp)]
         held = zip(memory(model, its), fullest, strict=True)
-        kinds[one.kind][one.peaks] = [(its.total_bytes + work) / peak - 1 for its, peak in held]
+        kinds[one.kind][one.peaks] = [shown * (its.total_bytes + work) / peak - 1 for its, peak in held]
     return {
         kind: {
             "peaks": len(errors),
@@ -224,24 +242,38 @@ def _held(rows: Sequence[Row], sources: Sequence[Row], family: Callable[[Row], H
     """
     held = 0
     for row in rows:
-        there = "experts" in row.group
-        others = [one for one in _of(sources, "experts", there) if family(one) != family(row)]
-        if len(others) > 1:
-            low, high = _ends(others)
-            held += low * row.predicted_bytes <= row.measured_bytes <= high * row.upper_bytes
+        its = _margins(_others(row, sources, family))
+        if its is not None:
+            held += its.low * row.accounted_bytes <= row.measured_bytes <= its.high * row.upper_bytes
     return held / len(rows)
 
 
-def _quantiles(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Return the interval of dense models and of those with experts, as ``room.margins`` has it."""
-    kinds = {"dense": False, "experts": True}
-    return {name: _ends(_of(rows, "experts", there)) for name, there in kinds.items()}
+def _below(rows: Sequence[Row], sources: Sequence[Row]) -> float:
+    """Return the share of rows that are more than 2% above the figure that other families' peaks would have shown."""
+    shown = ((row, _margins(_others(row, sources, lambda one: one.group))) for row in rows)
+    return fmean((1.0 if its is None else its.shown) / row.ratio - 1 < -_BELOW for row, its in shown)
 
 
-def _ends(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the 5% and the 95% quantile of measured over predicted peaks, rounded outwards; 1% from 1 at least."""
+def _others(row: Row, sources: Sequence[Row], family: Callable[[Row], Hashable]) -> list[Row]:
+    return [one for one in _of(sources, "experts", "experts" in row.group) if family(one) != family(row)]
+
+
+def _quantiles(rows: Sequence[Row]) -> dict[str, dict[str, float] | None]:
+    """Return what is said of dense models and of those with experts, as ``room.margins`` has it."""
+    its = {name: _margins(_of(rows, "experts", there)) for name, there in (("dense", False), ("experts", True))}
+    return {name: None if one is None else asdict(one) for name, one in its.items()}
+
+
+def _margins(rows: Sequence[Row]) -> Margins | None:
+    """Return what measured over accounted peaks say, by their quantiles as ``room`` has them; None of fewer than two.
+
+    The ends are those of 5% and 95%, rounded outwards, 1% from 1 at least; what is shown is that of 75%.
+    """
+    if len(rows) < 2:
+        return None
     cuts = quantiles([row.ratio for row in rows], n=20, method="inclusive")
-    return min(floor(100 * cuts[0]), 99) / 100, max(ceil(100 * cuts[-1]), 101) / 100
+    low, high = min(floor(100 * cuts[0]), 99) / 100, max(ceil(100 * cuts[-1]), 101) / 100
+    return Margins(low, high, round(cuts[14], 2))
 
 
 def _mean(rows: Sequence[Row]) -> float | None:

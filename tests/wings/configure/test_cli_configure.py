@@ -240,6 +240,12 @@ def test_flags_that_are_not_weighed_are_named():
         assert "Not weighed, though they change time or memory: --use-precision-aware-optimizer." in result.output
 
 
+def test_an_attention_that_flags_leave_open_is_named():
+    said = "--deterministic-mode without --attention-backend"
+    assert said in run(flags=f"{FLAGS} --deterministic-mode")
+    assert said not in run(flags=f"{FLAGS} --deterministic-mode --attention-backend unfused")
+
+
 def test_stages_of_unlike_layers_are_named():
     lines = run("--top", "1", flags=f"{FLAGS} --num-layers 30 --pipeline-model-parallel-size 4").splitlines()
     assert lines[3] == "Row 1: its virtual stages have 1 to 2 layers, the last 1."

@@ -69,6 +69,7 @@ _DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
 # Tokenizers whose vocabulary is known without their files.
 _VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
+    "Llama2Tokenizer": 32000,
     "BertWordPieceLowerCase": 30522,
     "BertWordPieceCase": 28996,
 }

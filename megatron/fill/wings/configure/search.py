@@ -42,7 +42,7 @@ class Proposal:
         order: the physical rank of each logical one.
         memory: memory of a GPU of each stage.
         room_bytes: bytes that a training may take of a GPU.
-        margins: interval of the memory, relative to it.
+        margins: the figure that is shown of the memory, and its interval, relative to it.
     """
 
     parallel: Parallel
@@ -62,13 +62,17 @@ class Proposal:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the fullest GPU."""
-        return max(its.total_bytes for its in self.memory)
+        """Peak of the fullest GPU, as it is shown: rather above what it will be than below."""
+        return int(self._most_bytes * self.margins.shown)
 
     @property
     def interval_bytes(self) -> tuple[int, int]:
-        """The ends of the interval of ``peak_bytes``."""
-        return int(self.peak_bytes * self.margins.low), self.margins.most_bytes(self.peak_bytes)
+        """The ends of the interval of the fullest GPU's peak."""
+        return int(self._most_bytes * self.margins.low), self.margins.most_bytes(self._most_bytes)
+
+    @property
+    def _most_bytes(self) -> int:
+        return max(its.total_bytes for its in self.memory)
 
     def cycles(self) -> list[BubbleCycle]:
         """The bubbles of each stage's GPUs, with the memory that the upper end of the training's interval leaves."""

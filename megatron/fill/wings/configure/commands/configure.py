@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megatron.fill.wings.configure.value import Objective, Valued
 
 _PAYS = 0.02  # share of the GPUs that fill work must be worth for filling to pay
+_OPEN = (
+    "--deterministic-mode without --attention-backend leaves open which attention runs; the upper end of memory has "
+    "unfused attention. Give the flag if you know it."
+)
 
 Flags = Annotated[
     list[str], typer.Argument(metavar="-- FLAGS...", help="Megatron's flags; those of the layout that are given hold.")
@@ -149,6 +153,7 @@ def pays(
 
 def _print_ignored(training: Training) -> None:
     """Print the flags that the figures leave out, and those with which they are known least."""
+    from megatron.fill.wings.configure.details import detailed
     from megatron.fill.wings.configure.room import least_known
 
     if training.ignored:
@@ -156,13 +161,11 @@ def _print_ignored(training: Training) -> None:
     known = least_known(training.others)
     if known:
         print(f"Memory is known least with: {', '.join(_unsure(flag, its) for flag, its in known.items())}.")
+    if detailed(training.model, training.others).kernels.undecided:
+        print(_OPEN)
 
 
 def _unsure(flag: str, its: Margins) -> str:
-    from megatron.fill.wings.mainjob.hardware import GIB
-
-    if its.more_bytes:
-        return f"{flag} (the interval's upper end is {its.more_bytes / GIB:.0f} GiB further)"
     if (its.low, its.high) == (1, 1):
         return f"{flag} (never measured alone)"
     return f"{flag} (the interval's ends are {its.low:g} and {its.high:g} times as far)"
