@@ -176,17 +176,13 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
         print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
         return
     store = store_of(settings, run_dir)
-    try:
-        made = report.compose(
-            run_dir,
-            lambda names: current_states(store, run_dir, False, names),
-            ended=segment,
-            unwritten=unwritten,
-        )
-    except report.NotWritten as error:
-        report.print_report(error.report, console)
-        raise
-    report.print_report(made, console)
+    made = report.compose(
+        run_dir,
+        lambda names: current_states(store, run_dir, False, names),
+        ended=segment,
+        unwritten=unwritten,
+        show=lambda made: report.print_report(made, console),
+    )
     print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
     if (alone := go_on(settings, run_dir)) and any(not job.state.finished for job in made.jobs):
         print(f"PipeFill: jobs that have not ended {alone}")

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, seconds, store_option
+from megatron.fill.cli.options import Json, parsed, store_option
 from megatron.fill.cli.views import print_json
 from megatron.fill.display import counted, one_line, size
+from megatron.fill.given.quantities import parse_duration
 
 if TYPE_CHECKING:
     from megatron.fill.cli.leftovers import Left, Leftovers
@@ -39,7 +40,7 @@ def gc(
     """
     from megatron.fill.cli.leftovers import Leftovers
 
-    found = Leftovers(runs, seconds("--older-than", older_than), store)
+    found = Leftovers(runs, parsed("--older-than", older_than, parse_duration), store)
     with contextlib.closing(found):
         found.find()
         if not dry_run:

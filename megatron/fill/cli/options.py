@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,17 +58,16 @@ def checked_device(name: str | None) -> str:
     return where
 
 
-def seconds(option: str, text: str) -> float:
-    """Return the duration in s that an option gives.
+def parsed[T](option: str, text: str, parse: Callable[[str], T]) -> T:
+    """Return the value of an option.
 
     Raises:
-        ConfigError: it is not a duration.
+        ConfigError: ``parse`` raised ValueError, which says what was expected.
     """
     from megatron.fill.given.problems import shown
-    from megatron.fill.given.quantities import parse_duration
 
     try:
-        return parse_duration(text)
+        return parse(text)
     except ValueError as error:
         raise ConfigError(f"{option} is {shown(text)}: {error}") from None
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, check_writable, store_option
+from megatron.fill.cli.options import Json, check_writable, parsed, store_option
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.quantities import parse_prices
-from megatron.fill.types import Prices
+
+if TYPE_CHECKING:
+    from megatron.fill.report import Report
 
 
 def report(
@@ -44,12 +47,12 @@ def report(
     from rich.console import Console
 
     from megatron.fill.records import SegmentEnding, last_segment
-    from megatron.fill.report import NotWritten, Report, compose, print_report
+    from megatron.fill.report import compose, print_report
     from megatron.fill.report.compare import print_compared
     from megatron.fill.report.page import library, write_page
     from megatron.fill.store.states import current_states
 
-    prices = None if price is None else _prices(price)
+    prices = None if price is None else parsed("--price", price, parse_prices)
     if compare is not None and (as_json or html is not None):
         raise ConfigError("--compare prints a table; expected neither --json nor --html with it")
     if html is not None:
@@ -59,13 +62,13 @@ def report(
 
     page = None if html is None else partial(write_page, html, run)
 
-    def made(folder: Path) -> Report:
+    def made(folder: Path, show: Callable[[Report], None] = lambda report: None) -> Report:
         last = last_segment(folder)
         # Jobs that run go on with the training, or between two.
         where, going = store or last.store, last.ending is SegmentEnding.RUNNING or bool(last.between())
         if not where:
-            return compose(folder, prices=prices, page=page)
-        return compose(folder, partial(current_states, where, folder, going), prices, page=page)
+            return compose(folder, prices=prices, page=page, show=show)
+        return compose(folder, partial(current_states, where, folder, going), prices, page=page, show=show)
 
     def show(report: Report) -> None:
         if as_json:
@@ -76,19 +79,6 @@ def report(
     if compare is not None:
         print_compared((str(compare), str(run)), made(compare), made(run), Console())
         return
-    try:
-        show(made(run))
-    except NotWritten as error:
-        show(error.report)
-        raise
+    made(run, show)
     if not as_json:
         print(f"report.json, trace.json and timeline.png in {run}" + (f", the page in {html}" if html else ""))
-
-
-def _prices(text: str) -> Prices:
-    from megatron.fill.given.problems import shown
-
-    try:
-        return parse_prices(text)
-    except ValueError as error:
-        raise ConfigError(f"--price is {shown(text)}: {error}") from None

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, Store, opened, seconds
+from megatron.fill.cli.options import Json, Store, opened, parsed
 from megatron.fill.cli.views import print_json
 from megatron.fill.display import literal, one_line, plain_table
 from megatron.fill.errors import ConfigError, FillError
+from megatron.fill.given.quantities import parse_duration
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def usage(
     """
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other; expected one of them")
-    span_s = None if since is None else seconds("--since", since)
+    span_s = None if since is None else parsed("--since", since, parse_duration)
     with opened(store) as opened_store:
         first_s = None if span_s is None else opened_store.now_s() - span_s
         jobs = [job for job in opened_store.list() if _within(job, first_s)]

@@ -26,7 +26,6 @@ from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 
 __all__ = [
     "Ask",
-    "NotWritten",
     "RankCycle",
     "Report",
     "ReportBuilder",
@@ -56,18 +55,6 @@ type Page = Callable[[Report, Sequence[RankFiles], Sequence[tuple[int, JobRecord
 REPORT, TRACE, TIMELINE = "report.json", "trace.json", "timeline.png"  # in a run folder
 
 
-class NotWritten(FillError):
-    """The files of a report cannot be written.
-
-    Attributes:
-        report: the report that was to be written.
-    """
-
-    def __init__(self, report: Report, run_dir: Path, error: OSError) -> None:
-        super().__init__(f"{run_dir}: the report cannot be written there: {error.strerror or error}")
-        self.report = report
-
-
 def compose(
     run_dir: Path,
     ask: Ask = lambda names: {},
@@ -76,6 +63,7 @@ def compose(
     ended: Segment | None = None,
     unwritten: Mapping[int, Unwritten] | None = None,
     page: Page | None = None,
+    show: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
@@ -88,10 +76,10 @@ def compose(
         ended: the segment that has just ended; the run folder may lack it or its end.
         unwritten: records of ``ended`` that are in no file, by rank.
         page: writes the report as an HTML page, too (``page.write_page``); None for none.
+        show: shows the report to the user, also where it cannot be written.
 
     Raises:
-        NotWritten: not all of these files could be written.
-        FillError: if no rank left a record, or a record cannot be read.
+        FillError: if no rank left a record, a record cannot be read, or not all of these files could be written.
     """
     segments = _segments(run_dir, ended)
     left = {ended.number: unwritten or {}} if ended else {}
@@ -112,7 +100,9 @@ def compose(
             drawn = ranks, workers, segments[-1].trace_iterations
             page(report, [its for ranks in files.values() for its in ranks.values()], jobs, drawn)
     except OSError as error:
-        raise NotWritten(report, run_dir, error) from error
+        raise FillError(f"{run_dir}: the report cannot be written there: {error.strerror or error}") from error
+    finally:
+        show(report)
     return report
 
 

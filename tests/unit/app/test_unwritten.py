@@ -18,6 +18,7 @@ from rich.console import Console
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.app import closing
 from megatron.fill.app.closing import collect, hand_in
+from megatron.fill.errors import FillError
 from megatron.fill.pages.lastword import MOST_BYTES, LastWord, Left
 from megatron.fill.records import (
     AgentFile,
@@ -31,7 +32,7 @@ from megatron.fill.records import (
     read_agent,
     read_rank,
 )
-from megatron.fill.report import NotWritten, Report, compose, print_report, profile
+from megatron.fill.report import Report, compose, print_report, profile
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
@@ -95,9 +96,10 @@ def test_what_a_full_disk_refused_is_in_the_report(tmp_path):
         )
         for rank, record in enumerate(ranks)
     }
-    with pytest.raises(NotWritten) as failed:
-        compose(tmp_path / "run", ended=whole_segment(opened), unwritten=unwritten)
-    found = failed.value.report
+    shown: list[Report] = []
+    with pytest.raises(FillError, match="the report cannot be written there: Is a directory"):
+        compose(tmp_path / "run", ended=whole_segment(opened), unwritten=unwritten, show=shown.append)
+    [found] = shown
     assert found.total == whole.total
     assert found.summary == whole.summary
     [segment] = found.segments
