@@ -60,7 +60,7 @@ class Row:
         accounted_bytes: by the accounting; 0 if it is refused.
         configured_bytes: likewise, as ``configure`` itself accounts, which knows no platform's software.
         upper_bytes: likewise; that of unfused attention, which the interval ends with, where the flags leave it open.
-        shown: factor of the figure that ``configure`` shows.
+        margins: what ``configure`` shows of it.
         least_known: True if it has a flag with which peaks are known least; no interval is learned from it.
         refused: reason why it cannot be expressed, or "".
     """
@@ -72,19 +72,19 @@ class Row:
     accounted_bytes: int
     configured_bytes: int
     upper_bytes: int
-    shown: float
+    margins: Margins
     least_known: bool
     refused: str
 
     @property
     def error(self) -> float:
         """The prediction's relative error; below 0 if the GPU held more."""
-        return self.shown / self.ratio - 1
+        return self.margins.shown / self.ratio - 1
 
     @property
     def error_as_configured(self) -> float:
         """Likewise of what ``configure`` says."""
-        return self.shown * self.configured_bytes / self.measured_bytes - 1
+        return self.margins.shown * self.configured_bytes / self.measured_bytes - 1
 
     @property
     def ratio(self) -> float:
@@ -108,14 +108,14 @@ def read_rows(folder: Path) -> list[Row]:
 def _row(line: dict[str, str]) -> Row:
     flags, gpus = laid_out_as(line)
     accounted = configured = upper = 0
-    shown, refused = 1.0, ""
+    its_margins, refused = Margins(1.0, 1.0), ""
     group: tuple[str, ...] = ("refused",)
     try:
         model, its = laid_out(flags, gpus)
         capability = next((number for name, number in _CAPABILITY.items() if name in line["platform"]), 8)
         work = model.kernels.workspace_bytes(capability, bool(model.experts))
         accounted = configured = upper = memory(model, its)[-1].total_bytes + work
-        shown = margins(model, flags=flags).shown
+        its_margins = margins(model, flags=flags)
         if model.kernels.undecided:
             kept = memory(unfused(model), its)[-1].total_bytes + work
             upper = max(accounted, kept)
@@ -125,7 +125,7 @@ def _row(line: dict[str, str]) -> Row:
     except ConfigError as error:
         refused = str(error)
     row = line["recipe"], line["platform"], group
-    return Row(*row, int(line[_PEAK]), accounted, configured, upper, shown, bool(least_known(flags)), refused)
+    return Row(*row, int(line[_PEAK]), accounted, configured, upper, its_margins, bool(least_known(flags)), refused)
 
 
 def laid_out_as(line: dict[str, str]) -> tuple[list[str], int]:
@@ -192,6 +192,7 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "below_truth": fmean(row.error < -_BELOW for row in told),
         "below_truth_current": fmean(row.error < -_BELOW for row in current) if current else None,
         "below_truth_families": _below(told, sources),
+        "above_interval": fmean(row.measured_bytes > row.margins.most_bytes(row.upper_bytes) for row in told),
         "below_truth_as_configured": fmean(row.error_as_configured < -_BELOW for row in told),
         "experts_mean": _mean(experts),
         "context_mean": _mean([row for row in told if "cp1" not in row.group]),
@@ -255,12 +256,17 @@ def _below(rows: Sequence[Row], sources: Sequence[Row]) -> float:
 
 
 def _others(row: Row, sources: Sequence[Row], family: Callable[[Row], Hashable]) -> list[Row]:
-    return [one for one in _of(sources, "experts", "experts" in row.group) if family(one) != family(row)]
+    return [one for one in sources if _kind(one) == _kind(row) and family(one) != family(row)]
+
+
+def _kind(row: Row) -> str:
+    return next((kind for kind in ("experts", "bert") if kind in row.group), "dense")
 
 
 def _quantiles(rows: Sequence[Row]) -> dict[str, dict[str, float] | None]:
-    """Return what is said of dense models and of those with experts, as ``room.margins`` has it."""
-    its = {name: _margins(_of(rows, "experts", there)) for name, there in (("dense", False), ("experts", True))}
+    """Return what is said of each kind of model, as ``room.margins`` has it."""
+    kinds = ("dense", "bert", "experts")
+    its = {kind: _margins([row for row in rows if _kind(row) == kind]) for kind in kinds}
     return {name: None if one is None else asdict(one) for name, one in its.items()}
 
 

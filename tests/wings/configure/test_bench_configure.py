@@ -51,7 +51,7 @@ def test_measured_peaks_are_grouped_and_superseded_ones_told_apart(tmp_path):
     peaks(tmp_path, [(name, "a100", 1, json.dumps(flags)) for name, flags in kinds])
     accounted = read_rows(tmp_path)
     assert all(row.measured_bytes == 1 < row.accounted_bytes < row.error for row in accounted)
-    exact = [round(row.shown * row.accounted_bytes) for row in accounted]
+    exact = [round(row.margins.shown * row.accounted_bytes) for row in accounted]
     rows = [
         (name, "a100", size, json.dumps(flags)) for (name, flags), size in zip(kinds, exact, strict=True) for _ in "123"
     ]
@@ -64,13 +64,14 @@ def test_measured_peaks_are_grouped_and_superseded_ones_told_apart(tmp_path):
     assert found["dense_worst"] == pytest.approx(0.5)
     assert found["below_truth"] == 1 / 13
     assert found["below_truth_current"] == 0
+    assert found["above_interval"] == 1 / 13
     assert found["dense_mean_current"] == pytest.approx(0, abs=1e-6)
     assert found["experts_mean"] == pytest.approx(0, abs=1e-6)
     assert found["held_by_interval"] == 12 / 13
     assert found["held_by_interval_current"] == 1
     assert found["held_by_interval_families"] == 0  # each kind of model has one
     assert found["below_truth_families"] == 1 / 13
-    assert found["quantiles"]["dense"]["shown"] == accounted[0].shown
+    assert found["quantiles"]["dense"]["shown"] == accounted[0].margins.shown
     assert "te flash none bf16 experts cp1" in found["groups"]
     assert "FP4" in found["recipes"]["gpt/odd"]
 

@@ -770,6 +770,7 @@ def test_experts_and_corrections_have_intervals_of_their_own():
     corrected = margins(SMALL, corrected=True)
     assert experts.high > dense.high > corrected.high > 1 > dense.low
     assert experts.shown > dense.shown > corrected.shown == 1
+    assert margins(replace(SMALL, word_head=True)).high > experts.high
     graphs = margins(SMALL, flags=["--cuda-graph-impl", "local", "--fp8-format=hybrid"])
     assert graphs == replace(dense, low=dense.low * 0.85)
     assert list(least_known(["--fp8-format=hybrid", "--bf16"])) == ["--fp8-format"]

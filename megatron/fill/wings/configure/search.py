@@ -128,9 +128,9 @@ class Evaluator:
         self.links = links
         self.passes = passes
         self.correction = correction
-        self.margins = margins(training.model, correction is not None, training.others)
         self._layouts: dict[tuple[int | None, ...], Layout] = {}
         self._models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
+        self.margins = margins(self._models[1], correction is not None, training.others)
         self.kinds = recomputations(self._models[1], training.fixed)
 
     def _model(self, tp: int) -> ModelSpec:
