@@ -209,11 +209,15 @@ class _View:
 
     def _queue(self) -> str:
         from megatron.fill.store import open_store
+        from megatron.fill.store.location import database_file
         from megatron.fill.types import JobState
 
         if not self._segment.store:
             return "none"
         try:
+            file = database_file(self._segment.store)
+            if file is not None and not file.exists():  # an agent makes it
+                return "the store is not there yet"
             store = open_store(self._segment.store, create=False)
             try:
                 jobs, now_s = store.list([JobState.QUEUED, JobState.RUNNING]), store.now_s()

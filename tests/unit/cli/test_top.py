@@ -165,3 +165,9 @@ def test_a_job_whose_agent_is_gone_does_not_run(run, capsys):
     store.close()
     Console(width=80).print(_View(run).draw())
     assert "jobs: 0 queued, 0 running, 1 lost" in capsys.readouterr().out
+
+
+def test_a_store_that_no_agent_has_made_yet_is_not_one_that_does_not_answer(run, capsys):
+    begin_segment(run, "train", 2, store=f"sqlite:///{run}/later.db")
+    Console(width=80).print(_View(run).draw())
+    assert "jobs: the store is not there yet" in capsys.readouterr().out
