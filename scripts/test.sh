@@ -88,7 +88,7 @@ warm=$!
 "$venv/bin/python" -m pytest --numprocesses 2 tests/e2e >"$folder/log" 2>&1 &
 e2e=$!
 set +m
-trap 'kill -INT "$e2e" 2>/dev/null || :; rm -rf "$folder"; kill -KILL "$warm"' EXIT
+trap 'kill -INT "$e2e" 2>/dev/null || :; rm -rf "$folder"; kill "$warm"; wait "$warm" || :' EXIT
 "$venv/bin/python" -m pytest --numprocesses 2 "${suites[@]}" || status=$?
 wait "$e2e" || status=$?
 cat "$folder/log"

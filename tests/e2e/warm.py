@@ -64,9 +64,11 @@ def serve(path: str, *modules: str, then: str = "") -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     draw()
-    if then and os.fork() == 0:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        serve(then, *RANK)
+    if then:
+        if (other := os.fork()) == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            serve(then, *RANK)
+        signal.signal(signal.SIGTERM, lambda *_: leave(other))
     if "megatron.training" in sys.modules:
         parse()
         save()
@@ -91,6 +93,13 @@ def serve(path: str, *modules: str, then: str = "") -> None:
             with contextlib.suppress(OSError):  # who asked may have been killed since
                 connection.sendall(f"{pid}\n".encode())
             threading.Thread(target=report, args=(connection, pid), daemon=True).start()
+
+
+def leave(other: int) -> NoReturn:
+    """End with the other process, and wait for it: so the time that both took counts for who waits for this one."""
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
+    os._exit(0)
 
 
 def draw() -> None:
@@ -159,6 +168,7 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     if request.get("terminal"):
         take_terminal()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
