@@ -66,8 +66,8 @@ def try_job(
                 period_s=options.period_ms / 1000,
                 settings=options.settings | ({"checkpoint_seconds": _AT_ONCE_S} if name == "first" else {}),
             )
-            waiting = _Waiting(options, store.get(submitted.id), until_saved=name == "first")
-            runs.append(train(spec, store, submitted.id, waiting.enough))
+            enough = _enough(options, store.get(submitted.id), until_saved=name == "first")
+            runs.append(train(spec, store, submitted.id, enough))
             if len(runs) == 1:
                 for note in runs[0].notes:
                     say(note)
@@ -87,29 +87,26 @@ _DOES = {
 }
 
 
-class _Waiting:
-    """Decides when a run has been long enough.
+def _enough(options: Options, before: Job, until_saved: bool) -> Callable[[Job], bool]:
+    """Return a function that decides, from the job in the store, when a run that begins now has been long enough.
 
     Args:
         before: the job in the store before the run.
         until_saved: the run is long enough once the job has been saved.
     """
+    end_s = time.monotonic() + options.startup_seconds
 
-    def __init__(self, options: Options, before: Job, until_saved: bool) -> None:
-        self._options = options
-        self._before = before
-        self._until_saved = until_saved
-        self._end_s = time.monotonic() + options.startup_seconds
-
-    def enough(self, job: Job) -> bool:
-        if self._until_saved and _saved(job):
+    def enough(job: Job) -> bool:
+        if until_saved and _saved(job):
             return True
         startup_s = job.progress.startup_s
         # Until its first heartbeat, the store has the values of the run before.
-        known = job.attempt > self._before.attempt and startup_s != self._before.progress.startup_s
+        known = job.attempt > before.attempt and startup_s != before.progress.startup_s
         if not known or startup_s is None or job.started_s is None:
-            return time.monotonic() > self._end_s
-        return time.time() > job.started_s + startup_s + self._options.seconds
+            return time.monotonic() > end_s
+        return time.time() > job.started_s + startup_s + options.seconds
+
+    return enough
 
 
 def _saved(job: Job) -> bool:

@@ -15,7 +15,7 @@ from megatron.fill.store.values import Job, Progress
 from megatron.fill.trial.judge import judge
 from megatron.fill.trial.printed import print_trial
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Trial
-from megatron.fill.trial.run import _Waiting, refused
+from megatron.fill.trial.run import _enough, refused
 from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, JobRecord, RankInfo, RankRecord, WorkerRecord
 from megatron.fill.work import NewJob, Work
@@ -233,16 +233,16 @@ class TestWaiting:
     before = stored(attempt=1, progress=Progress(startup_s=1.5), started_s=0.0)
 
     def test_what_the_store_has_of_the_run_before_says_nothing(self):
-        waiting = _Waiting(replace(OPTIONS, startup_seconds=60), self.before, until_saved=False)
-        assert not waiting.enough(self.before)
-        assert not waiting.enough(replace(self.before, attempt=2, started_s=1.0))
-        assert waiting.enough(replace(self.before, attempt=2, started_s=1.0, progress=Progress(startup_s=1.6)))
+        enough = _enough(replace(OPTIONS, startup_seconds=60), self.before, until_saved=False)
+        assert not enough(self.before)
+        assert not enough(replace(self.before, attempt=2, started_s=1.0))
+        assert enough(replace(self.before, attempt=2, started_s=1.0, progress=Progress(startup_s=1.6)))
 
     def test_a_task_that_does_not_start_is_not_waited_for_for_ever(self):
-        assert _Waiting(replace(OPTIONS, startup_seconds=0), self.before, until_saved=False).enough(self.before)
+        assert _enough(replace(OPTIONS, startup_seconds=0), self.before, until_saved=False)(self.before)
 
     def test_one_that_was_saved(self, tmp_path):
         (tmp_path / "checkpoint.pt").touch()
         saved = replace(self.before, directory=str(tmp_path))
-        assert _Waiting(OPTIONS, self.before, until_saved=True).enough(saved)
-        assert not _Waiting(OPTIONS, self.before, until_saved=False).enough(saved)
+        assert _enough(OPTIONS, self.before, until_saved=True)(saved)
+        assert not _enough(OPTIONS, self.before, until_saved=False)(saved)
