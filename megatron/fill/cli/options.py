@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,11 +29,8 @@ def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
     """
     if not where:
         raise ConfigError(f"no job store given; expected --store URL, FILE or FOLDER, or {_STORE} in the environment")
-    store = open_store(where, create=create)
-    try:
+    with closing(open_store(where, create=create)) as store:
         yield store
-    finally:
-        store.close()
 
 
 def checked_device(name: str | None) -> str:

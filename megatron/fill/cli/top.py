@@ -10,7 +10,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -218,11 +218,8 @@ class _View:
             file = database_file(self._segment.store)
             if file is not None and not file.exists():  # an agent makes it
                 return "the store is not there yet"
-            store = open_store(self._segment.store, create=False)
-            try:
+            with closing(open_store(self._segment.store, create=False)) as store:
                 jobs, now_s = store.list([JobState.QUEUED, JobState.RUNNING]), store.now_s()
-            finally:
-                store.close()
         except StoreError:
             return "the store does not answer"
         queued = sum(job.state is JobState.QUEUED for job in jobs)

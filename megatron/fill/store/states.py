@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 
 from megatron.fill.errors import JobError, StoreError
@@ -27,25 +28,19 @@ def current_states(where: str, run_dir: Path, going: bool, names: Collection[str
         going: True if that run is still running.
         names: names of the jobs.
     """
+    found = {}
     try:
-        store = open_store(where, create=False)
+        with closing(open_store(where, create=False)) as store:
+            now_s = store.now_s()
+            for name in names:
+                try:
+                    found[name] = _record(store.find(name), run_dir, going, now_s)
+                except JobError:
+                    found[name] = JobRecord(name, "", Status(JobState.QUEUED, Cause.NOT_SUBMITTED), 0.0, "")
     except StoreError as error:
         logger.warning("of some jobs the report knows only what their agents wrote: %s", error)
         return {}
-    try:
-        found = {}
-        now_s = store.now_s()
-        for name in names:
-            try:
-                found[name] = _record(store.find(name), run_dir, going, now_s)
-            except JobError:
-                found[name] = JobRecord(name, "", Status(JobState.QUEUED, Cause.NOT_SUBMITTED), 0.0, "")
-        return found
-    except StoreError as error:
-        logger.warning("of some jobs the report knows only what their agents wrote: %s", error)
-        return {}
-    finally:
-        store.close()
+    return found
 
 
 def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from megatron.fill.given.jobs import JobSpec
@@ -49,8 +50,7 @@ def try_job(
     """
     folder.mkdir(exist_ok=True)
     where = str(folder / "jobs.db")
-    store = open_store(where)
-    try:
+    with closing(open_store(where)) as store:
         alone = job.model_copy(update={"after": (), "retries": 0})
         [submitted] = store.submit([alone.to_submit(list(search), "")])
         runs: list[TrialTraining] = []
@@ -75,8 +75,6 @@ def try_job(
             if ended.state is not JobState.QUEUED or not _saved(ended):
                 break
             size_bytes = size_bytes or os.lstat(Path(ended.directory) / checkpoint.NAME).st_size
-    finally:
-        store.close()
     return judge(job, found, runs, size_bytes, options)
 
 
