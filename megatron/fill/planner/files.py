@@ -54,11 +54,13 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
     Raises:
         ConfigError: the file is invalid; the message names the file, the field, the value, and what was expected.
     """
-    data = read_json(path, "a file of --fill-profile-only")
+    expected = "a file of --fill-profile-only"
+    data = read_json(path, expected)
     try:
         file = _File.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(error, _File, lambda place: (str(path), place), most=1)) from error
+        suffix = f"; expected {expected}" if error.errors()[0]["type"] == "missing" else ""
+        raise ConfigError(explain(error, _File, lambda place: (str(path), place), suffix, most=1)) from error
     cycles = {}
     for at, rank in enumerate(file.ranks):
         if rank.iteration_ms is None and rank.training:

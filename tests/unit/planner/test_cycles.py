@@ -74,6 +74,13 @@ def test_a_wrong_field_is_named(bubbles_file, where, value, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_of_another_kind_is_told_what_was_expected(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text('{"schema_version": 2, "ranks": [{"rank": 0}]}')
+    with pytest.raises(ConfigError, match=r"is missing; expected a file of --fill-profile-only"):
+        load_cycles(path)
+
+
 def test_an_unreadable_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read: No such file"):
         load_cycles(tmp_path / "none.json")
