@@ -47,24 +47,23 @@ def doctor(as_json: Json = False) -> None:
 
 def _print(diagnosis: Diagnosis, layers: Sequence[Layer]) -> None:
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    from megatron.fill.display import console_of
+    from megatron.fill.display import console_of, plain_table
 
     console = console_of(_PIPE_WIDTH)
-    table = Table("SANDBOX", "", "WHAT IT DOES", box=None, pad_edge=False)
+    table = plain_table("SANDBOX", "", "WHAT IT DOES")
     for layer in layers:
         has, said = ("no", f"missing: {layer.lacks}") if layer.lacks else ("yes", layer.keeps)
         table.add_row(layer.name, Text(has, _COLOURS[has]), Text(said))
     console.print(table)
     console.print()
-    table = Table("THIS MACHINE", "", "", box=None, pad_edge=False)
+    table = plain_table("THIS MACHINE", "", "")
     for ability in diagnosis.abilities:
-        table.add_row(ability.name, Text(ability.has, _COLOURS[ability.has]), Text(ability.detail, overflow="fold"))
+        table.add_row(ability.name, Text(ability.has, _COLOURS[ability.has]), Text(ability.detail))
     console.print(table)
     console.print()
-    table = Table("LIMIT", "KEPT BY", "NOTHING BETTER, SINCE", box=None, pad_edge=False)
+    table = plain_table("LIMIT", "KEPT BY", "NOTHING BETTER, SINCE")
     for binding in diagnosis.bindings:
         table.add_row(binding.limit, Text(binding.uses), Text(binding.instead))
     console.print(table)

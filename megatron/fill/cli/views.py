@@ -82,7 +82,7 @@ def print_table(jobs: list[Job], now_s: float) -> None:
         return
     several_users = len({job.user for job in jobs}) > 1
     users = ["USER"] if several_users else []
-    table = plain_table(">ID", "NAME", *users, "<STATE", "DONE", ">%", ">RATE", ">LEFT", padding=(0, 1))
+    table = plain_table(">ID", "NAME", *users, "<STATE", "DONE", ">%", ">RATE", ">LEFT")
     table.columns[1].min_width = 12
     if users:
         table.columns[2].max_width = 12
