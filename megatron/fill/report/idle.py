@@ -37,7 +37,9 @@ def print_account(accounts: Sequence[AccountReport], console: Console) -> None:
     """Print the account; nothing if no rank left one."""
     if accounts:
         console.print(_table(accounts), "")
-    for line in _blind_lines(accounts):
+    blind = sum(one.blind for one in accounts if one.rank is not None)
+    if blind:  # no wait was seen in a training of several stages
+        line = f"on {blind} of {len(accounts) - 1} ranks: {BLIND}"
         console.print(line, style="bold red", highlight=False)
 
 
@@ -55,14 +57,6 @@ def _table(accounts: Sequence[AccountReport]) -> Table:
                 table.add_row(one.name, *cells, _REMEDIES.get(one.name, ""))
         table.add_section()
     return table
-
-
-def _blind_lines(accounts: Sequence[AccountReport]) -> list[str]:
-    """Return a line that says that no wait was seen in a training of several stages; none if some were."""
-    blind = [one.rank for one in accounts if one.blind and one.rank is not None]
-    if not blind:
-        return []
-    return [f"on {len(blind)} of {len(accounts) - 1} ranks: {BLIND}"]
 
 
 def print_timers(found: Sequence[TimerReport], console: Console) -> None:

@@ -39,7 +39,7 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
     open_ended = {job.name for job, _ in merged.values() if job.status == _CUT}
     told = ask([*missing, *open_ended]) if missing or open_ended else {}
     reports = [_job(_corrected(job, told), its) for job, its in merged.values()]
-    return reports + [_job(told.get(name) or _unknown(name), []) for name in missing]
+    return reports + [_job(told.get(name) or JobRecord(name, "", _UNKNOWN, 0.0, ""), []) for name in missing]
 
 
 def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
@@ -58,10 +58,6 @@ def _corrected(job: JobRecord, told: Mapping[str, JobRecord]) -> JobRecord:
     if job.status != _CUT or now is None or now.directory != job.directory:
         return job
     return replace(job, status=now.status)
-
-
-def _unknown(name: str) -> JobRecord:
-    return JobRecord(name, "", _UNKNOWN, 0.0, "")
 
 
 def _attempt(number: int, job: JobRecord) -> AttemptReport:
