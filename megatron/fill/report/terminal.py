@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.fill.display import amount, one_line, state_colour
+from megatron.fill.display import amount, counted, one_line, state_colour
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
@@ -194,7 +194,7 @@ def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
         lines.append(f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}")
         if segment.between_steps:
             lines.append(
-                f"    then {segment.between_steps:,} steps of jobs without a training, {segment.between_s:,.1f} s"
+                f"    then {counted(segment.between_steps, 'step')} of jobs without a training, {segment.between_s:,.1f} s"
             )
     more = [f"  and {len(segments) - _SEGMENTS} before them"] if len(segments) > _SEGMENTS else []
     return [
