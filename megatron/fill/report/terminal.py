@@ -193,9 +193,8 @@ def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
         said = f", no record of {lacking} of its {segment.ranks} ranks" if lacking > 0 else ""
         lines.append(f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}")
         if segment.between_steps:
-            lines.append(
-                f"    then {counted(segment.between_steps, 'step')} of jobs without a training, {segment.between_s:,.1f} s"
-            )
+            steps = counted(segment.between_steps, "step")
+            lines.append(f"    then {steps} of jobs without a training, {segment.between_s:,.1f} s")
     more = [f"  and {len(segments) - _SEGMENTS} before them"] if len(segments) > _SEGMENTS else []
     return [
         "the run so far:" if segments and segments[-1].ending is SegmentEnding.RUNNING else "the run:",
