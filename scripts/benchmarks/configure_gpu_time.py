@@ -10,9 +10,14 @@ Of the folder it reads
   <https://github.com/MooreThreads/SimuMax>), whose models are in its ``configs/models``.  Of its figures only those of
   single kernels and collectives are learned from.
 
-vTrain's table says nothing of recomputation; none is assumed.  A *choice* is a model, a batch and a number of GPUs in
-several layouts: is the one that is predicted to be the fastest within 3% of the fastest?  A *pair* is that one and
-another that is predicted to take up to 10% longer: by how much is the ratio of their times off?
+What vTrain's table leaves out is in its ``config/validation``: all layers are computed again (``use_checkpoint``; none
+of these layouts fits its GPUs otherwise), and a node has 800 Gbit/s.  They ran with DeepSpeed's pipeline, in which each
+tensor-parallel rank sends its part of what passes between stages (``pipe_partitioned``, its default).
+
+A *choice* is a model, a batch and a number of GPUs in several layouts: is the one that is predicted to be the fastest
+within 3% of the fastest, or one of those that are shown as tied with it?  A *pair* is that one and another that is
+predicted to take up to 10% longer: by how much is the ratio of their times off?  A *jump* is a training that takes over
+3% longer for a sample and pass than another that has smaller micro-batches alone: no model of passes has any.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
@@ -33,8 +38,11 @@ from megatron.fill.wings.configure import latency
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.peaks import laid_out
+from megatron.fill.wings.configure.ranked import MODEL_ERROR
 from megatron.fill.wings.configure.search import Evaluator
-from megatron.fill.wings.mainjob.analytic import stage_cost
+from megatron.fill.wings.mainjob.analytic import boundary_bytes, stage_cost
+from megatron.fill.wings.mainjob.hardware import NETWORKS, Network
+from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 from scripts.benchmarks.configure_b200 import GPUS, published
 from scripts.benchmarks.configure_gpu_memory import FUNCTIONAL, laid_out_as
@@ -46,6 +54,7 @@ _GPUS = {"a100": ("a100-80gb", "dgx-a100"), "h100": ("h100-80gb", "dgx-h100")}  
 _ONE_EFFICIENCY = 0.45  # the simulator's
 _CLOSE, _PAIRED = 0.03, 0.1
 _RIGHT, _MOST_PERCENT = 0.9, 100
+_JUMP = 0.03
 _FLAGS = {
     "--num-layers": "# layers",
     "--hidden-size": "hidden size",
@@ -56,19 +65,29 @@ _FLAGS = {
     "--tensor-model-parallel-size": "tensor parallelism",
     "--pipeline-model-parallel-size": "pipeline parallelism",
 }
-_ASSUMED = "--vocab-size 51200 --fp16 --transformer-impl local"  # its table does not say
+_ASSUMED = (
+    "--vocab-size 51200 --fp16 --transformer-impl local --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1"
+)
+_THEIRS = replace(NETWORKS["dgx-a100"], name="vtrain", inter_node_bytes_s=800e9 / 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A training whose iterations were timed; ``choice`` is equal for what may be chosen between."""
+    """A training whose iterations were timed.
+
+    Attributes:
+        choice: equal for what may be chosen between.
+        in_parts: each tensor-parallel rank sends its part of what passes between stages.
+    """
 
     training: Training
     parallel: Parallel
     gpu: str
-    network: str
+    network: str | Network
     choice: Hashable
     measured_s: float
+    in_parts: bool = False
 
     @property
     def name(self) -> str:
@@ -88,7 +107,13 @@ class Timed:
         shape = {"nodes": -(-gpus // _NODE), "gpus_per_node": min(gpus, _NODE)}
         cluster = Cluster.model_validate(shape | own | {"gpu": self.gpu, "network": self.network})
         evaluator = Evaluator(self.training, cluster, cluster.links(Path()))
-        return latency.timeline(evaluator.iteration(self.parallel)).period_ns / 1e9
+        sent_bytes = _part_bytes if self.in_parts else latency.p2p_bytes
+        with patch.object(latency, "p2p_bytes", sent_bytes):
+            return latency.timeline(evaluator.iteration(self.parallel)).period_ns / 1e9
+
+
+def _part_bytes(model: ModelSpec, its: Parallel) -> float:
+    return boundary_bytes(model, its) / its.tp
 
 
 def read_small(folder: Path) -> tuple[list[Timed], int]:
@@ -120,7 +145,7 @@ def _over_nodes(line: dict[str, str]) -> Timed:
     training, gpus = read_flags(flags, ends=True), int(line["# GPUs"])
     choice = tuple(line[name] for name in ("Parameters (billion)", "# GPUs", "global batch"))
     _, its = laid_out(flags, gpus)
-    return Timed(training, its, "a100-80gb", "dgx-a100", choice, float(line["iteration time (ms)"]) / 1e3)
+    return Timed(training, its, "a100-80gb", _THEIRS, choice, float(line["iteration time (ms)"]) / 1e3, in_parts=True)
 
 
 def read_b200(folder: Path) -> dict[str, list[Timed]]:
@@ -157,13 +182,16 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
     return {
         "rows": len(rows),
         "mean": fmean(map(abs, ratios)),
+        "median": median(map(abs, ratios)),
         "mean_by_one_efficiency": fmean(map(abs, simulated)),
         **{f"mean_tp{tp}": fmean(errors) for tp, errors in sorted(by_tensor.items())},
         "lowest": min(ratios),
         "lowest_is": rows[ratios.index(min(ratios))].name,
         "highest": max(ratios),
+        "jumps": _jumps(rows),
         "choices": len(lost),
         "within_3_percent": fmean(its <= _CLOSE for its in lost) if lost else None,
+        "tied_within_3_percent": fmean(_has_close_tie(its) for its in choices) if choices else None,
         "lost_mean": fmean(lost) if lost else None,
         "pairs": len(pairs),
         "ratio_mean": fmean(map(abs, pairs)) if pairs else None,
@@ -181,6 +209,26 @@ def _choices(rows: Sequence[Timed]) -> list[list[tuple[float, float]]]:
         for layouts in choices.values()
         if len(layouts) > 1
     ]
+
+
+def _has_close_tie(choice: Sequence[tuple[float, float]]) -> bool:
+    """Return True if one of those that are shown as tied for the first rank is close to the fastest."""
+    tied = [measured_s for predicted, measured_s in choice if predicted <= (1 + MODEL_ERROR) * choice[0][0]]
+    return min(tied) <= (1 + _CLOSE) * min(measured_s for _, measured_s in choice)
+
+
+def _jumps(rows: Sequence[Timed]) -> int:
+    """Return how many rows take longer for a sample and pass than those that have smaller micro-batches alone."""
+    layouts: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
+    for one in rows:
+        its = one.parallel
+        each_s = one.measured_s / (its.microbatches * its.chunks + its.pp - 1) / its.microbatch
+        layouts[one.choice, replace(its, microbatch=1)].append((its.microbatch, each_s))
+    return sum(
+        each_s > (1 + _JUMP) * min((other_s for other, other_s in layout if other < size), default=each_s)
+        for layout in layouts.values()
+        for size, each_s in layout
+    )
 
 
 def _pairs(choice: Sequence[tuple[float, float]]) -> list[float]:

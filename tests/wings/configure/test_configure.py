@@ -31,7 +31,7 @@ from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.configure.space import _balanced, _last_layers, layouts, padded
 from megatron.fill.wings.configure.value import fill_kinds, valued
 from megatron.fill.wings.mainjob.analytic import boundary_bytes, stage_cost
-from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
+from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 from megatron.fill.wings.mainjob.kernels import Kernels, Overlaps
 from megatron.fill.wings.mainjob.model import ModelSpec
@@ -88,7 +88,7 @@ def test_on_a_network_of_a_data_sheet_all_but_computation_is_as_in_the_simulator
     network = replace(NETWORKS["dgx-a100"], gpus_per_node=its.gpus)
     there = Links.uniform(network, 1)
     found = timeline(iteration(SMALL, A100, 0.45, its, lay_out(there, its, range(its.gpus))))
-    expected = MainJob("main", SMALL, A100, network, its).timeline()
+    expected = MainJob("main", SMALL, A100, network, its, rendezvous=True).timeline()
     assert found.period_ns == pytest.approx(expected.period_ns, rel=1e-5)
 
 
@@ -798,7 +798,7 @@ def test_bubbles_are_worth_no_more_than_their_share_and_nothing_without_any():
 
 def test_a_slow_gpu_takes_longer():
     its, large = Parallel(pp=2, microbatch=4, global_batch=32), replace(SMALL, hidden=8192, sequence=2048)
-    slow = GpuKind("slow", A100.peak_flops / 2, A100.memory_bytes, A100.memory_bandwidth / 2, 1e9)
+    slow = replace(A100, peak_flops=A100.peak_flops / 2, memory_bandwidth=A100.memory_bandwidth / 2)
     there = lay_out(Links.uniform(NodeNetwork("n", 1e30, 1e30, 2, 0.0), 1), its, range(2))
     step_ns = round(STEP_LAUNCHES * LAUNCH_S * 1e9)
     fast_ns, slow_ns = (timeline(iteration(large, gpu, 0.5, its, there)).period_ns - step_ns for gpu in (A100, slow))

@@ -275,6 +275,20 @@ def test_where_transfers_hold_both_ends_iterations_are_longer_and_the_bound_stil
     assert bound_ns(its) <= timeline(its).period_ns <= both
 
 
+def test_with_nccl_a_stage_goes_on_when_what_it_sends_has_arrived_unless_it_has_virtual_stages():
+    """By hand: two stages of three microbatches; 1F1B has two exchanges, of 5 ns on and 3 ns back at once."""
+    links = Links(((0.0, 1.0), (1.0, 0.0)), ((0.0, 0.0), (0.0, 0.0)), (0, 0))
+    its = Parallel(pp=2, global_batch=3)
+    times = iteration(MODEL, GPUS["a100-80gb"], 0.45, its, lay_out(links, its))
+    costs = PipelineCosts((StageCost(10, 20),) * 2, 0, (0, 0), (0, 0))
+    one = replace(times, costs=costs, reduce_ns=(0, 0), transfers_ns=(((5, 3), (0, 0)),))
+    found = timeline(one)
+    assert found.period_ns == 10 + 5 + 30 + (5 + 30) * 2 + 3 + 20
+    assert timeline(replace(one, rendezvous=False)).period_ns < found.period_ns
+    several = Parallel(pp=2, chunks=2, global_batch=4, schedule="interleaved")
+    assert not iteration(MODEL, GPUS["a100-80gb"], 0.45, several, lay_out(links, several)).rendezvous
+
+
 def test_over_gloo_what_two_ranks_send_each_other_at_once_goes_one_way_after_the_other():
     its = Parallel(pp=2, global_batch=2)
     links = Links(((0.0, 1.0), (1.0, 0.0)), ((0.0, 0.0), (0.0, 0.0)), (0, 0), rendezvous=True)

@@ -11,9 +11,9 @@ from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.kernels import Kernels
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
-from megatron.fill.wings.mainjob.roofline import BANDWIDTH, LAUNCH_S, launches, layer_parts, stage_cost
+from megatron.fill.wings.mainjob.roofline import LAUNCH_S, busy_share, launches, layer_parts, stage_cost
 
-A100 = GPUS["a100-80gb"]
+A100 = replace(GPUS["a100-80gb"], flash_attention=1.0, processors=0)
 LARGE = ModelSpec(layers=4, hidden=8192, heads=64, sequence=2048, vocabulary=51200)
 ITS = Parallel(pp=1, microbatch=2, global_batch=2)
 
@@ -32,9 +32,22 @@ def test_products_take_their_operations_and_small_ones_their_traffic():
     assert sum(part.backward_s for part in parts.values()) == pytest.approx(2 * LARGE.layer_flops(2) / rate)
     fast = replace(A100, peak_flops=1e30)
     tiny = layer_parts(replace(LARGE, sequence=1), fast, replace(ITS, microbatch=1), 0.5)["mlp"]
-    weights = 2 * LARGE.mlp_parameters / (BANDWIDTH * A100.memory_bandwidth)
+    weights = 2 * LARGE.mlp_parameters / (A100.traffic * A100.memory_bandwidth)
     assert tiny.forward_s == pytest.approx(weights, rel=1e-2)
     assert tiny.backward_s == pytest.approx(5 * weights, rel=1e-2)  # weights once; their gradients' 4 bytes twice
+
+
+def test_processors_without_a_tile_have_nothing_to_do_unless_a_long_sum_is_shared_out():
+    ends = 4096 / (4096 + 128)
+    assert busy_share(0, 1, 1, 1) == 1
+    assert busy_share(128, 4096, 1024, 4096) == ends  # 128 tiles of 128 x 256
+    assert busy_share(100, 4096, 1024, 4096) == pytest.approx(0.64 * ends)  # two rounds of a hundred
+    assert busy_share(128, 1024, 4000, 4096) == pytest.approx(4000 / 4096 * ends)
+    assert busy_share(128, 512, 2048, 4096) == pytest.approx(ends / 4)
+    assert busy_share(128, 512, 2048, 32768) == pytest.approx(8192 / (8192 + 128))  # in four parts
+    whole, idle = (layer_parts(LARGE, replace(A100, processors=count), ITS, 0.5)["mlp"] for count in (128, 120))
+    assert whole.forward_s < idle.forward_s
+    assert whole.backward_s < idle.backward_s
 
 
 def test_small_layers_take_as_long_as_their_launches():
@@ -68,7 +81,7 @@ def test_what_is_sent_once_to_each_rank_is_moved_less():
     tokens_bytes = 2 * ITS.microbatch * LARGE.sequence * LARGE.hidden
     sent = 2 * experts.chosen_share(1 / 2)  # 69 of 70 choices have an expert of each half
     assert sent == pytest.approx(2 * 69 / 70)
-    assert all_to_all - once == pytest.approx(4 * (4 - sent) * tokens_bytes / (BANDWIDTH * A100.memory_bandwidth))
+    assert all_to_all - once == pytest.approx(4 * (4 - sent) * tokens_bytes / (A100.traffic * A100.memory_bandwidth))
 
 
 def test_flash_attention_computes_half_of_the_scores_and_moves_none():
@@ -104,7 +117,7 @@ def test_context_parallel_ranks_add_up_what_the_parts_of_the_keys_give():
     its = replace(ITS, cp=2)
     found = layer_parts(replace(LARGE, kernels=Kernels(flash=True)), A100, its, 0.5)["core_attn"]
     attention_s = LARGE.attention_flops(2) / A100.peak_flops / 2
-    query_s = 2 * LARGE.sequence * LARGE.hidden / (BANDWIDTH * A100.memory_bandwidth)
+    query_s = 2 * LARGE.sequence * LARGE.hidden / (A100.traffic * A100.memory_bandwidth)
     assert found.forward_s == pytest.approx(attention_s + 1.75 * 5 * query_s)
     assert found.backward_s == pytest.approx(2.5 * attention_s + 1.75 * 3 * 3 * query_s)
 
@@ -114,7 +127,7 @@ def test_products_of_8_bit_numbers_take_half_and_the_making_of_these_numbers():
         layer_parts(replace(LARGE, kernels=Kernels(fp8=fp8)), A100, ITS, 0.5)["mlp"] for fp8 in (False, True)
     )
     numbers = 2 * LARGE.sequence * (LARGE.hidden + LARGE.ffn)
-    made_s = 3 * numbers / (BANDWIDTH * A100.memory_bandwidth)
+    made_s = 3 * numbers / (A100.traffic * A100.memory_bandwidth)
     product_s = 2 * 2 * LARGE.sequence * LARGE.mlp_parameters / (0.5 * A100.peak_flops)
     assert plain.forward_s - small.forward_s == pytest.approx(product_s / 2 - made_s)
     assert plain.backward_s - small.backward_s == pytest.approx(product_s - made_s)
@@ -175,7 +188,7 @@ def test_products_of_small_experts_at_once_take_their_launches_unless_a_graph_ha
         layer_parts(replace(experts, kernels=Kernels(grouped=True, graphs=graphs)), A100, ITS, 0.5)["moe"]
         for graphs in ((), ("iteration",))
     )
-    moved_s = 2 * ITS.microbatch * LARGE.sequence * 512 * (2 + 6 * 8) / (BANDWIDTH * A100.memory_bandwidth)
+    moved_s = 2 * ITS.microbatch * LARGE.sequence * 512 * (2 + 6 * 8) / (A100.traffic * A100.memory_bandwidth)
     assert plain.forward_s > 2 * 64 * 9e-6 + moved_s > graphed.forward_s
     assert plain.backward_s > 4 * 64 * 9e-6 + moved_s > graphed.backward_s
 

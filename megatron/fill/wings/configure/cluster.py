@@ -25,9 +25,11 @@ class Cluster(BaseModel):
     Attributes:
         network: a network by its data sheet; or ``measured``: a file of ``pipefill network``, with a rank for each GPU.
         intra_node_share: with ``network``, the share of its bandwidth inside a node that collectives reach.  SimuMax
-            measured 0.67 to 0.74 on eight B200 (configs/system/b200_bf16_ceperm.json); of other kinds it is assumed.
+            measured 0.67 to 0.74 on eight B200 (configs/system/b200_bf16_ceperm.json), vTrain 0.66 to 0.76 on two to
+            eight A100 (trace/a100); of other kinds it is assumed.
         nics_per_node: with ``measured``, number of a node's GPUs that send to other nodes at full speed at once.
-        efficiency: the share of the GPU's peak that matrix products reach.
+        efficiency: the share of the GPU's peak that matrix products reach on an A100 whose processors all have work;
+            other kinds sustain a part of it.
         memory_reserve: memory per GPU outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
     """
 
@@ -42,7 +44,7 @@ class Cluster(BaseModel):
     intra_node_share: float = Field(default=0.7, gt=0, le=1)
     nics_per_node: int = Field(default=1, ge=1)
     price_per_gpu_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    efficiency: float = Field(default=0.52, gt=0, le=1)
+    efficiency: float = Field(default=0.78, gt=0, le=1)
     memory_reserve: Annotated[int, BeforeValidator(parse_bytes)] = 2 * GIB
 
     @model_validator(mode="after")

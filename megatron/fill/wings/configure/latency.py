@@ -13,7 +13,13 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.wings.configure.layout import Layout, StageRoutes
 from megatron.fill.wings.configure.links import all_reduce_s
-from megatron.fill.wings.configure.overlap import exposed_s, layer_exchange_s, transfers_hold, with_transfers
+from megatron.fill.wings.configure.overlap import (
+    exchanges_hold,
+    exposed_s,
+    layer_exchange_s,
+    transfers_hold,
+    with_transfers,
+)
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.analytic import added, p2p_bytes, tied_embedding_bytes
 from megatron.fill.wings.mainjob.hardware import GpuKind
@@ -25,6 +31,7 @@ from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, layer_
 
 # Parameters of a bucket: Megatron-core 0.19, ``DistributedDataParallel``.
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
+_WITH_EXCHANGES = "1f1b", "gpipe"  # as Megatron runs them; other orders have no exchanges of its to wait for
 _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
 
 
@@ -37,6 +44,7 @@ class Iteration:
         transfers_ns: times per differing replica, per stage: of a transfer to the next stage, and of one back.
         reduce_ns: reduction of gradients, per stage.
         rendezvous: a transfer holds both its ends.
+        in_turn: two that stages send each other at once go one after the other.
     """
 
     parallel: Parallel
@@ -44,6 +52,7 @@ class Iteration:
     transfers_ns: tuple[tuple[tuple[int, int], ...], ...]
     reduce_ns: tuple[int, ...]
     rendezvous: bool = False
+    in_turn: bool = False
 
 
 def iteration(
@@ -89,6 +98,7 @@ def iteration(
         PipelineCosts(tuple(stages), 0, (0,) * its.pp, tuple(optimizers)),
         tuple(dict.fromkeys(tuple((times[on], times[back]) for on, back in row) for row in layout.replicas)),
         tuple(reduces),
+        layout.rendezvous or exchanges_hold(its, passes is not None),
         layout.rendezvous,
     )
 
@@ -231,7 +241,7 @@ def bound_ns(its: Iteration) -> int:
 
 def timeline(its: Iteration) -> Timeline:
     """The iteration of the replica that is last; the others wait for it where they reduce."""
-    compiled, edges = compiled_schedule(its.parallel, its.rendezvous)
+    compiled, edges = compiled_schedule(its.parallel, its.rendezvous, its.in_turn)
     lines = []
     for transfers in its.transfers_ns:
         times = [
@@ -252,23 +262,31 @@ def timeline(its: Iteration) -> Timeline:
 type Waits = tuple[tuple[tuple[tuple[tuple[int, bool], ...], ...], ...], ...]
 
 
-def compiled_schedule(its: Parallel, rendezvous: bool = False) -> tuple[Compiled, Waits]:
+def compiled_schedule(its: Parallel, rendezvous: bool = False, in_turn: bool = False) -> tuple[Compiled, Waits]:
     """The schedule ready to be timed; and per rank and wait the links waited for, each as what goes in turn.
 
     A link is named by the stage before it, and by whether it is the way back.  Where transfers hold both their ends,
-    two stages send each other something in one exchange.  Over gloo the one that comes last sends at once, but that it
-    is ready to receive is told behind what it sends: so it waits for one way after the other, and the other stage for
-    what it receives only.  In 1F1B, mostly the later stage comes last; so it is taken here.
+    two stages send each other something in one exchange, both ways at once with NCCL.  Over gloo (``in_turn``) the one
+    that comes last sends at once, but that it is ready to receive is told behind what it sends: so it waits for one way
+    after the other, and the other stage for what it receives only.  In 1F1B, mostly the later stage comes last; so it
+    is taken here.
     """
     name = "interleaved" if its.chunks > 1 and its.schedule == "1f1b" else its.schedule
-    return _compiled(name, its.pp, its.microbatches, its.chunks, its.group_size, rendezvous)
+    return _compiled(name, its.pp, its.microbatches, its.chunks, its.group_size, rendezvous, in_turn)
 
 
 @lru_cache(maxsize=128)
 def _compiled(
-    name: str, stages: int, microbatches: int, chunks: int, group_size: int | None, both_wait: bool
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    group_size: int | None,
+    both_wait: bool,
+    in_turn: bool,
 ) -> tuple[Compiled, Waits]:
     schedule = order_of(name, stages, microbatches, chunks, group_size)
+    both_wait = both_wait and (in_turn or schedule.name in _WITH_EXCHANGES)
     rows = []
     for program in (rendezvous if both_wait else eager)(schedule):
         waits = []
@@ -277,8 +295,10 @@ def _compiled(
             for rank, op in step.transfers:
                 link, back = _link(schedule, rank, op)
                 links.setdefault(link, {})[back] = None
-            if links:
+            if links and in_turn:
                 waits.append(tuple(_in_turn(link, tuple(ways), program.rank) for link, ways in links.items()))
+            elif links:
+                waits.append(tuple(((link, back),) for link, ways in links.items() for back in ways))
         rows.append(tuple(waits))
     return Compiled(schedule, both_wait), tuple(rows)
 

@@ -39,7 +39,8 @@ class Links:
         nics: per node, number of its ranks that may send to other nodes at full speed at once; more of them share.  Not
             a whole number where a node's way out is faster than a rank, but not by a multiple.
         period: number of ranks after which a group of adjacent ranks has the same links again; 0 if there is none.
-        rendezvous: a transfer between stages holds both its ends, as gloo's does; else only its receiver waits.
+        rendezvous: a transfer between stages holds both its ends in all schedules, one way after the other, as gloo's
+            does; else as ``overlap.exchanges_hold`` has it.
     """
 
     bytes_per_s: Sequence[Sequence[float]]

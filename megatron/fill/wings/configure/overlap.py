@@ -147,6 +147,16 @@ def dispatch_s(model: ModelSpec, its: Parallel, routes: StageRoutes) -> float:
     return max(there.between.time_s(between), there.within.time_s(within))
 
 
+def exchanges_hold(its: Parallel, measured: bool) -> bool:
+    """Return True if a stage goes on only when what it sends has arrived; measured passes have that in them.
+
+    Without virtual stages Megatron waits for both ways of an exchange (Megatron-core 0.19,
+    ``pipeline_parallel/p2p_communication.py``: ``wait_on_reqs`` and ``batch_p2p_sync``), and NCCL sends what is larger
+    than its buffers only once it is awaited.
+    """
+    return its.chunks == 1 and its.pp > 1 and not measured
+
+
 def transfers_hold(its: Parallel, measured: bool) -> bool:
     """Return True if transfers are beside passes and take of their processors; measured passes have that in them."""
     return its.chunks > 1 and not measured

@@ -24,6 +24,8 @@ class GpuKind:
             Ampere, which its kernels do not run on.
         sustained: share of the efficiency of other kinds that large products reach, at the clock that power allows.
         fp8_any_order: True if products take 8-bit numbers in either order, so that weights need no transposed copies.
+        processors: number of processors that a product's tiles are shared out among; 0 to count none as idle.
+        traffic: share of ``memory_bandwidth`` that kernels between products reach.
     """
 
     name: str
@@ -35,15 +37,19 @@ class GpuKind:
     flash_attention: float = 1.0
     sustained: float = 1.0
     fp8_any_order: bool = False
+    processors: int = 0
+    traffic: float = 0.7
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
-        for name in ("peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s", "sustained"):
+        for name in ("peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s", "sustained", "traffic"):
             _check_positive(name, getattr(self, name))
-        for name in ("flash_attention", "sustained"):
+        for name in ("flash_attention", "sustained", "traffic"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; expected a share from 0 to 1")
+        if self.processors < 0:
+            raise ValueError(f"processors is {self.processors}; expected at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +97,22 @@ def _check_positive(name: str, value: float) -> None:
 
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # sixteen lanes, in one direction
 _V100 = "NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2"
-# SimuMax's measured B200 (configs/system/b200_bf16_ceperm.json): products reach 0.479 of the peak, weighted by their
-# operations, where 0.52 is that of other kinds; attention, with half of its scores, 0.35.
-_SUSTAINED, _FLASH = 0.92, 0.73
+# SimuMax's measured kernels.  B200 (configs/system/b200_bf16_ceperm.json): products reach 0.479 of the peak, weighted
+# by their operations, where busy processors of an A100 reach 0.78; attention, with half of its scores, 0.35.  A100
+# (configs/system/a100_pcie.json): attention 0.51.
+_SUSTAINED, _FLASH = 0.613, 0.73
+_A100_FLASH = 0.65
+_MOVED, _B200_MOVED = 0.71, 0.67  # of memory bandwidth, there too
+# Of H100 there is no such table.  Layers of Sailor's profiles (GPT-Neo of 2.7 billion parameters, TF32) are 2.1 times
+# as fast on a GH200 as on an A100, whose peaks are 3.2 to 1.  Products and attention are taken to reach 0.52 of it.
+_H100_SUSTAINED = 0.667
 _C2C = 225e9  # half of a Grace CPU's NVLink-C2C, which two GPUs share
+_H100 = "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet, A100 SXM"
+_DGX_A100 = (
+    "NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand; latency: vTrain's all-reduces of 1 MiB in a node of eight "
+    "(trace/a100), 14 messages in 92 us"
+)
 _NVL72 = "NVIDIA GB200 NVL72 data sheet: NVLink 1,800 GB/s both ways; 400 Gbit/s InfiniBand per GPU"
 _NVL72_ULTRA = "NVIDIA GB300 NVL72 data sheet: NVLink 1,800 GB/s both ways; 800 Gbit/s InfiniBand per GPU"
 
@@ -104,9 +121,9 @@ GPUS: dict[str, GpuKind] = {
     for gpu in (
         GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0),
         GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0),
-        GpuKind("a100-40gb", 312e12, 40 * GIB, 1555e9, _PCIE4, _A100),
-        GpuKind("a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100),
-        GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"),
+        GpuKind("a100-40gb", 312e12, 40 * GIB, 1555e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED),
+        GpuKind("a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED),
+        GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, _H100, sustained=_H100_SUSTAINED),
         GpuKind(
             "b200",
             2250e12,
@@ -117,6 +134,7 @@ GPUS: dict[str, GpuKind] = {
             _FLASH,
             _SUSTAINED,
             fp8_any_order=True,
+            traffic=_B200_MOVED,
         ),
         GpuKind(
             "b300",
@@ -128,6 +146,7 @@ GPUS: dict[str, GpuKind] = {
             _FLASH,
             _SUSTAINED,
             fp8_any_order=True,
+            traffic=_B200_MOVED,
         ),
         GpuKind(
             "gb200",
@@ -139,6 +158,7 @@ GPUS: dict[str, GpuKind] = {
             _FLASH,
             _SUSTAINED,
             fp8_any_order=True,
+            traffic=_B200_MOVED,
         ),
         GpuKind(
             "gb300",
@@ -150,6 +170,7 @@ GPUS: dict[str, GpuKind] = {
             _FLASH,
             _SUSTAINED,
             fp8_any_order=True,
+            traffic=_B200_MOVED,
         ),
         GpuKind(
             "rtx-6000-ada",
@@ -170,7 +191,7 @@ NETWORKS: dict[str, Network] = {
         Network("p3dn.24xlarge", 150e9, 100 * _GBIT, source="Amazon EC2 P3dn: NVLink 300 GB/s both ways, 100 Gbit/s"),
         Network("v100-edr", 150e9, 100 * _GBIT, source="NVLink 300 GB/s both ways, one InfiniBand EDR port per node"),
         Network("a100-hdr", 300e9, 200 * _GBIT, source="NVLink 600 GB/s both ways, one InfiniBand HDR port per node"),
-        Network("dgx-a100", 300e9, 8 * 200 * _GBIT, source="NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand"),
+        Network("dgx-a100", 300e9, 8 * 200 * _GBIT, latency_s=6.6e-6, source=_DGX_A100),
         Network("dgx-h100", 450e9, 8 * 400 * _GBIT, source="NVIDIA DGX H100 data sheet: 8 x 400 Gbit/s InfiniBand"),
         Network("dgx-b200", 900e9, 8 * 400 * _GBIT, source="NVIDIA DGX B200 data sheet: 8 x 400 Gbit/s InfiniBand"),
         Network("dgx-b300", 900e9, 8 * 800 * _GBIT, source="NVIDIA DGX B300 data sheet: 8 x 800 Gbit/s InfiniBand"),

@@ -4,10 +4,14 @@ A matrix product takes the time of its FLOPs at a share of the GPU's peak (``eff
 traffic if it is longer (the roofline of Williams et al. 2009); what lies between products takes that of its traffic.
 A layer's pass is not shorter than launching its kernels, one after the other, takes the host.
 
-``BANDWIDTH``, ``LAUNCH_S`` and the efficiency that ``Cluster`` assumes are fitted to vTrain's trainings on one node, of
-models up to 2,048 wide (``data/ground_truth_single.csv`` of <https://github.com/VIA-Research/vTrain>), whose step takes
-as long as 300 launches; ``STEP_LAUNCHES`` to those of NVIDIA's functional tests, of a later Megatron, that are dense,
-512 wide, and have neither tensor nor context parallelism.  docs/configure.md compares predictions with the others.
+A GPU's processors compute a product in tiles of its result, one tile each at a time, so some have nothing to do in the
+last round ("wave quantization", NVIDIA's Matrix Multiplication Background User's Guide); and each tile begins and ends
+with moving operands and results.  A product with few tiles, or a short sum for each, is slower for it.
+
+The efficiency that ``Cluster`` assumes and the shares that a ``GpuKind`` has are SimuMax's measured kernels'
+(``configs/system`` of <https://github.com/MooreThreads/SimuMax>); ``LAUNCH_S`` and ``STEP_LAUNCHES`` are fitted to
+NVIDIA's functional tests that are dense, 512 wide, and have neither tensor nor context parallelism.
+docs/configure.md compares predictions with the others.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 
 from megatron.fill.pipeline.costs import StageCost
 from megatron.fill.wings.mainjob.analytic import cost_of, layers_again
@@ -23,9 +28,8 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from megatron.fill.wings.mainjob.tape import Sizes, sizes
 
-BANDWIDTH = 0.6  # share of the data sheet's memory bandwidth that kernels reach
-LAUNCH_S = 60e-6  # of a kernel, with all that Python and autograd do for it
-STEP_LAUNCHES = 1000  # between two iterations: optimizer, clipping, loader, logs
+LAUNCH_S = 65e-6  # of a kernel, with all that Python and autograd do for it
+STEP_LAUNCHES = 950  # between two iterations: optimizer, clipping, loader, logs
 
 # Kernels of a layer's forward pass, local or Transformer Engine's, which take as long; backward twice as many.
 _LAYER_KERNELS = 16
@@ -47,6 +51,11 @@ _QUANTIZED = 3
 # expert (configs/system/b200_bf16_ceperm.json): others' time, but as if each expert had so many rows more, and no less
 # for each expert than it takes to launch its own, if they are not in a graph.  Off by 11% on average.
 _GROUPED_ROWS, _GROUPED_S = 200, 9e-6
+# Sides of a tile; the products of a sum that take as long as a tile's beginning and end; and the least of a part of a
+# sum, as processors share out long sums too.  With these, products reach 0.78 of an A100's peak while processors are
+# busy, and the 183 that SimuMax measured (configs/system/a100_pcie.json) are off by 3.6% on average; with one share for
+# all, 0.72, by 6.7%.
+_TILE, _TILE_ENDS, _TILE_PART = (128, 256), 128, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class _Roofline:
     """The FLOP/s and bytes per second that bound a kernel, and the bytes of a number and of a gradient.
 
     Products with weights have ``faster`` times as many FLOP/s; if that is not 1, their inputs are made smaller numbers.
-    Each takes at least ``least_s``.
+    Each takes at least ``least_s``; its tiles are shared out among ``processors``, of which with 0 all have work.
     """
 
     rate: float
@@ -78,20 +87,48 @@ class _Roofline:
     gradient: int
     faster: float = 1.0
     least_s: float = 0.0
+    processors: int = 0
 
     def product(self, rows: float, columns: float, inner: float) -> Part:
         """Return the times of a product with weights, ``inner x columns``, whose gradient is added to a sum."""
         flops_s = 2 * rows * columns * inner / (self.rate * self.faster)
         activations = self.number * rows * (inner + columns)
         weights = inner * columns
-        own_s = max(flops_s, (activations + self.number * weights) / self.bandwidth, self.least_s)
-        weights_s = max(flops_s, (activations + 2 * self.gradient * weights) / self.bandwidth, self.least_s)
+        moved_s = (activations + self.number * weights) / self.bandwidth
+        added_s = (activations + 2 * self.gradient * weights) / self.bandwidth
+        own_s, inputs_s, weights_s = (
+            max(flops_s / busy_share(self.processors, *sides), traffic_s, self.least_s)
+            for sides, traffic_s in (
+                ((rows, columns, inner), moved_s),
+                ((rows, inner, columns), moved_s),
+                ((inner, columns, rows), added_s),
+            )
+        )
         smaller = self.traffic(_QUANTIZED * rows * inner, _QUANTIZED * rows * columns) if self.faster != 1 else Part()
-        return Part(own_s, own_s + weights_s) + smaller
+        return Part(own_s, inputs_s + weights_s) + smaller
 
     def traffic(self, forward_bytes: float, backward_bytes: float) -> Part:
         """Return the times of reading and writing."""
         return Part(forward_bytes / self.bandwidth, backward_bytes / self.bandwidth)
+
+
+def busy_share(processors: int, rows: float, columns: float, inner: float) -> float:
+    """Return the share of their time in which processors add products up.
+
+    Args:
+        processors: number of them; 0 if they have work at all times.
+        rows: number of rows of the product's result; ``columns``: likewise.
+        inner: number of products in each sum.
+    """
+    if not processors:
+        return 1.0
+    tiles = min(ceil(rows / tall) * ceil(columns / wide) for tall, wide in (_TILE, _TILE[::-1]))
+    shares = []
+    for parts in range(1, max(1, min(processors, int(inner) // _TILE_PART)) + 1):
+        places = ceil(tiles * parts / processors) * processors
+        sums = rows * columns * parts / (places * _TILE[0] * _TILE[1])
+        shares.append(sums * inner / (inner + parts * _TILE_ENDS))
+    return max(shares)
 
 
 @lru_cache(maxsize=16)  # all stages of a layout ask for them
@@ -119,7 +156,7 @@ def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float
     grouped = roof
     if at_once:
         least_s = 0.0 if "iteration" in model.kernels.graphs else _GROUPED_S
-        grouped = replace(roof, rate=roof.rate / (1 + _GROUPED_ROWS / rows), least_s=least_s)
+        grouped = replace(roof, rate=roof.rate / (1 + _GROUPED_ROWS / rows), least_s=least_s, processors=0)
     # Of each token, in and out: one is read and k are written in the order of their ranks, k and k in that of the
     # experts on these; and back in the same way.  So it is 2 (1 + k) + 4 k.  What is sent once to each rank is written
     # there in place of the first k, and read for the order of the experts.
@@ -136,7 +173,8 @@ def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float
 def _roofline(gpu: GpuKind, its: Parallel, efficiency: float, fp8: bool = False) -> _Roofline:
     numbers = its.precision.weight_bytes, its.precision.gradient_bytes
     faster = _FP8_RATE if fp8 else 1.0
-    return _Roofline(gpu.peak_flops * efficiency * gpu.sustained, gpu.memory_bandwidth * BANDWIDTH, *numbers, faster)
+    rate, bandwidth = gpu.peak_flops * efficiency * gpu.sustained, gpu.memory_bandwidth * gpu.traffic
+    return _Roofline(rate, bandwidth, *numbers, faster, processors=gpu.processors)
 
 
 def _projections(model: ModelSpec, its: Parallel, roof: _Roofline, tokens: float) -> tuple[Part, Part]:
