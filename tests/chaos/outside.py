@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.fill.errors import FillError
-from megatron.fill.pages.control import RunState, find_pages
+from megatron.fill.errors import ControlError, FillError
+from megatron.fill.pages.control import ControlPage, RunState, find_pages
 from tests.chaos import marks, processes
 from tests.chaos.attacks import command
 from tests.chaos.deed import Deed
@@ -137,7 +137,7 @@ class Outside:
         found = [text for one in said for text in command.controls(one.output + one.errors)]
         return "; ".join([*(one.fault for one in said if one.fault), *(f"a command printed {one}" for one in found)])
 
-    def _operator(self) -> str:
+    def _operator(self) -> str | None:
         wrong = []
         for word in ("status", "pause", "resume", "kill", "resume"):
             said = command.pipefill(word, str(self.main.run_dir))
@@ -145,10 +145,16 @@ class Outside:
             late = said.code == 1 and not said.errors and self.injector.until(self._heard, _HEARD_S)
             if said.code != 0 and not late:
                 wrong.append(f"{word}: {said.code} {' '.join((said.output + said.errors).split())[:200]}")
-        return "; ".join(wrong)
+        return "; ".join(wrong) if self._pages() else None  # None: the training has ended meanwhile
 
     def _heard(self) -> bool:
-        return not any(page.silent for page in find_pages(self.main.run_dir))
+        return not any(page.silent for page in self._pages())
+
+    def _pages(self) -> list[ControlPage]:
+        """The pages of the ranks that run; none once the training has ended."""
+        with contextlib.suppress(ControlError):
+            return find_pages(self.main.run_dir)
+        return []
 
     def _paused_daemons(self) -> str | None:
         submitted = self.submitter.command("burn_long")
