@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.fill.errors import ControlError, FillError
-from megatron.fill.pages.control import ControlPage, RunState, find_pages
+from megatron.fill.pages.control import RunState, find_pages
 from tests.chaos import marks, processes
 from tests.chaos.attacks import command
 from tests.chaos.deed import Deed
@@ -138,23 +138,22 @@ class Outside:
         return "; ".join([*(one.fault for one in said if one.fault), *(f"a command printed {one}" for one in found)])
 
     def _operator(self) -> str | None:
-        wrong = []
-        for word in ("status", "pause", "resume", "kill", "resume"):
-            said = command.pipefill(word, str(self.main.run_dir))
-            # Agents have the lowest priority: on a busy machine one may take longer than the command waits.
-            late = said.code == 1 and not said.errors and self.injector.until(self._heard, _HEARD_S)
-            if said.code != 0 and not late:
-                wrong.append(f"{word}: {said.code} {' '.join((said.output + said.errors).split())[:200]}")
-        return "; ".join(wrong) if self._pages() else None  # None: the training has ended meanwhile
+        training, wrong = self.main.training, []
+        try:
+            for word in ("status", "pause", "resume", "kill", "resume"):
+                said = command.pipefill(word, str(self.main.run_dir))
+                # Agents have the lowest priority: on a busy machine one may take longer than the command waits.
+                late = said.code == 1 and not said.errors and self.injector.until(self._heard, _HEARD_S)
+                if said.code != 0 and not late:
+                    wrong.append(f"{word}: {said.code} {' '.join((said.output + said.errors).split())[:200]}")
+        except ControlError as error:
+            wrong.append(str(error))
+        if wrong and self.injector.until(lambda: training is None or not training.running(), _GONE_S):
+            return None  # the training was about to end: it is tried in the next one
+        return "; ".join(wrong)
 
     def _heard(self) -> bool:
-        return not any(page.silent for page in self._pages())
-
-    def _pages(self) -> list[ControlPage]:
-        """The pages of the ranks that run; none once the training has ended."""
-        with contextlib.suppress(ControlError):
-            return find_pages(self.main.run_dir)
-        return []
+        return not any(page.silent for page in find_pages(self.main.run_dir))
 
     def _paused_daemons(self) -> str | None:
         submitted = self.submitter.command("burn_long")

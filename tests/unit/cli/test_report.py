@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from megatron.fill.cli import main
 from megatron.fill.folders import BETWEEN
 from megatron.fill.records import AgentFile, SegmentEnding
 from megatron.fill.status import Cause, Status
-from megatron.fill.store import Progress, open_store
+from megatron.fill.store import Claim, Progress, open_store
+from megatron.fill.store.queue import JobStore
 from megatron.fill.types import JobState, Prices
 from megatron.fill.work import NewJob, Work
 from tests.support.segments import write_segment
@@ -37,15 +39,22 @@ def pipefill(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
-    ranks, workers, jobs = synthetic_run()
+@pytest.fixture
+def claimed(pipefill, tmp_path) -> Iterator[tuple[JobStore, Claim]]:
+    """The store in the run folder, with a job that an agent of its first rank has."""
     store = open_store("run")
     [job] = store.submit([NewJob("train", WORK)])
     claim = store.claim("agent", [job.id], 3600, f"rank 0 of {tmp_path}/run on host")
     assert claim is not None
     store.place(claim, "jobs/train-1")
-    store.heartbeat(claim, Progress(224, 1000, "images"), 0.001)
+    yield store, claim
     store.close()
+
+
+def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path, claimed):
+    ranks, workers, jobs = synthetic_run()
+    store, claim = claimed
+    store.heartbeat(claim, Progress(224, 1000, "images"), 0.001)
     time.sleep(0.01)
     started = replace(jobs[0], status=Status(JobState.RUNNING), directory="jobs/train-1", result={})
     about: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/run/jobs.db", "jobs": ["train"]}
@@ -63,14 +72,9 @@ def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
     assert json.loads(out) == json.loads((tmp_path / "run" / "report.json").read_text())
 
 
+@pytest.mark.usefixtures("claimed")
 def test_a_job_that_goes_on_between_two_trainings_runs(pipefill, tmp_path):
     ranks, workers, jobs = synthetic_run()
-    store = open_store("run")
-    [job] = store.submit([NewJob("train", WORK)])
-    claim = store.claim("agent", [job.id], 3600, f"rank 0 of {tmp_path}/run on host")
-    assert claim is not None
-    store.place(claim, "jobs/train-1")
-    store.close()
     started = replace(jobs[0], status=Status(JobState.RUNNING), directory="jobs/train-1", attempt=2)
     ended = replace(started, status=Status(JobState.QUEUED, Cause.TRAINING_ENDED), attempt=1)
     opened = write_segment(tmp_path / "run", ranks, [(ended, workers[0])], store=f"sqlite:///{tmp_path}/run/jobs.db")

@@ -7,6 +7,7 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,11 +98,31 @@ def command_spec(folder: Path, script: str) -> Any:
     )
 
 
-def may_begin() -> tuple[socket.socket, socket.socket]:
-    """A channel on which the agent has said so: its end, and the worker's."""
+@pytest.fixture
+def start(tmp_path, child, monkeypatch) -> Iterator[Callable[..., tuple[SharedGate, ControlPage, StepLog]]]:
+    """Starts the worker of a command, which writes its outcome to a file; returns the pages that it has."""
+    # At idle priority a busy machine may leave the command waiting for longer than a test does.
+    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
+    gate, page, log = SharedGate(), ControlPage.create(0), StepLog(create_log())
     agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    agent.send(b"x")
-    return agent, channel
+    agent.send(b"x")  # it may begin
+
+    def starts(script: str, stopping: Callable[[], bool] = lambda: False) -> tuple[SharedGate, ControlPage, StepLog]:
+        spec = command_spec(tmp_path, script)
+
+        def work(_: int) -> None:
+            host.adopt_orphans()
+            reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
+            begin = partial(start_sandboxed, spec, channel)
+            outcome = CommandRun(spec, begin, reader, reader, log, stopping, lambda seq: None, control).run()
+            (tmp_path / "outcome.new").write_text(repr(outcome))
+            os.replace(tmp_path / "outcome.new", tmp_path / "outcome")
+
+        child(work)
+        return gate, page, log
+
+    yield starts
+    agent.close()
 
 
 @pytest.mark.parametrize(
@@ -111,70 +132,24 @@ def may_begin() -> tuple[socket.socket, socket.socket]:
         (False, Outcome(Cause.FAILED, "the command was ended by SIGTERM; see its output", unit="seconds")),
     ],
 )
-def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
-    tmp_path, child, monkeypatch, told, outcome
-):
-    # At idle priority a busy machine may leave the command waiting for longer than a test does.
-    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
-    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
-    spec = command_spec(tmp_path, "echo $$ > begun; mv begun running; while :; do :; done")
-    _agent, channel = may_begin()
-    out, told_fd = tmp_path / "outcome", os.memfd_create("told")
-
-    def work(_: int) -> None:
-        host.adopt_orphans()
-        reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
-        heard = lambda: os.fstat(told_fd).st_size > 0  # noqa: E731
-        found = CommandRun(
-            spec,
-            partial(start_sandboxed, spec, channel),
-            reader,
-            reader,
-            StepLog(log_fd),
-            heard,
-            lambda seq: None,
-            control,
-        ).run()
-        (tmp_path / "scratch").write_text(repr(found))
-        os.replace(tmp_path / "scratch", out)
-
-    child(work)
+def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(tmp_path, start, told, outcome):
+    told_fd = os.memfd_create("told")
+    gate, _, _ = start("echo $$ > begun; mv begun running; while :; do :; done", lambda: os.fstat(told_fd).st_size > 0)
     gate.open(FAR_NS, 0)
     until((tmp_path / "running").exists)
     os.kill(int((tmp_path / "running").read_text()), signal.SIGTERM)
     if told:  # a little later, as it happens
         time.sleep(0.1)
         os.write(told_fd, b"x")
-    until(out.exists)
-    assert out.read_text() == repr(outcome)
+    until((tmp_path / "outcome").exists)
+    assert (tmp_path / "outcome").read_text() == repr(outcome)
 
 
-def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, monkeypatch):
-    # At idle priority a busy machine may leave the command waiting for longer than a test does.
-    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
-    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
-    _agent, channel = may_begin()
-    spec = command_spec(tmp_path, "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done")
-
-    def work(out: int) -> None:
-        host.adopt_orphans()
-        reader = SharedGateReader(gate.reader_fd())
-        control = ControlReader(page.reader_fd())
-        CommandRun(
-            spec,
-            partial(start_sandboxed, spec, channel),
-            reader,
-            reader,
-            StepLog(log_fd),
-            lambda: False,
-            lambda seq: None,
-            control,
-        ).run()
-
-    child(work)
+def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, start):
+    gate, page, log = start("echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done")
     gate.open(FAR_NS, 0)
     until((tmp_path / "pid").exists)
-    assert StepLog(log_fd).serving_ns  # since when it waits for bubbles is told of a command too
+    assert log.serving_ns  # since when it waits for bubbles is told of a command too
     command = psutil.Process(int((tmp_path / "pid").read_text()))
 
     def ticks() -> int:
@@ -195,20 +170,8 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
     gate.end()
 
 
-def test_a_command_goes_on_in_a_later_stretch_of_its_bubble(tmp_path, child, monkeypatch):
-    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
-    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
-    _agent, channel = may_begin()
-    spec = command_spec(tmp_path, "while :; do :; done")
-
-    def work(_: int) -> None:
-        host.adopt_orphans()
-        reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
-        begin = partial(start_sandboxed, spec, channel)
-        CommandRun(spec, begin, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()
-
-    child(work)
-    log = StepLog(log_fd)
+def test_a_command_goes_on_in_a_later_stretch_of_its_bubble(start):
+    gate, _, log = start("while :; do :; done")
     until(lambda: log.serving_ns)
     opened_ns = time.monotonic_ns()
     ends_ns = tuple(opened_ns + ms * 1_000_000 for ms in (600, 620, 640, 660, 1500, 1600, 1700, 1800))
@@ -219,7 +182,9 @@ def test_a_command_goes_on_in_a_later_stretch_of_its_bubble(tmp_path, child, mon
     record = log.record("c", 0)
     (first, second), [use] = record.steps, record.uses
     ms = [(at_ns - opened_ns) / 1e6 for at_ns in (*first, *second)]
-    assert [ms[1] >= 499, ms[2] >= 660, ms[3] >= 1499] == [True] * 3
+    assert ms[1] >= 499
+    assert ms[2] >= 660
+    assert ms[3] >= 1499
     assert use.steps == 2
     assert use.harvested_ns == sum(end_ns - start_ns for start_ns, end_ns in record.steps)
     assert use.held_ns >= ms[2] - ms[1] - 100
