@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,9 @@ from tests.chaos.outside import Outside
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_an_operator_whose_training_ends_meanwhile_is_tried_again(tmp_path, monkeypatch, running):
+def test_an_operator_whose_training_ends_meanwhile_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool
+) -> None:
     said = SimpleNamespace(code=2, output="", errors="none of its ranks runs")
     monkeypatch.setattr("tests.chaos.attacks.command.pipefill", lambda *words: said)
     main = SimpleNamespace(run_dir=tmp_path, training=SimpleNamespace(running=lambda: running))

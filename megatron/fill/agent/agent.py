@@ -65,7 +65,7 @@ _SETTLE_S = 0.5  # time between two looks whether jobs have settled
 _SHOW_S = 10.0  # time between two records of the running jobs, and of the reasons why others wait
 
 
-def attempt(show: Callable[[], object]) -> None:
+def show_or_log(show: Callable[[], object]) -> None:
     """Call a function that shows something, and log an exception of it instead of raising it."""
     said = "what its jobs did, why others wait, or metrics cannot be shown now"
     try:
@@ -364,7 +364,7 @@ class Agent:
         while not self.context.over:
             self.resident.rest(_SHOW_S)
             for show in shows:
-                attempt(show)
+                show_or_log(show)
 
     def _show_reasons(self) -> None:
         """Say why jobs wait. After ``pipefill pause`` and ``kill`` they keep what they ended with."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent.agent import attempt
+from megatron.fill.agent.agent import show_or_log
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.ledger import AttemptLedger
@@ -352,7 +352,7 @@ def test_a_full_disk_is_said_in_a_line_and_a_fault_of_our_own_with_where_it_is(c
     def show() -> None:
         raise error
 
-    attempt(show)
+    show_or_log(show)
     [record] = caplog.records
     assert "cannot be shown now" in record.getMessage()
     assert (record.exc_info is not None) is traced
