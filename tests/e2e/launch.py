@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.linux.wakeup import readable
 from scripts.benchmarks.one_gpu import free_port
 from tests.e2e.warm import take_terminal
 
@@ -115,9 +116,7 @@ class Warm:
         return self._socket.fileno()
 
     def poll(self) -> int | None:
-        waiting = select.poll()  # select() takes no descriptor beyond 1,023, and a chaos driver may have more
-        waiting.register(self, select.POLLIN)
-        ended = self._code is not None or waiting.poll(0)
+        ended = self._code is not None or readable(0, self.fileno())
         return self.wait() if ended else None
 
     def wait(self) -> int:

@@ -110,13 +110,8 @@ def _values(flags: Sequence[str], name: str) -> list[str]:
 
 
 def _value(flags: Sequence[str], name: str) -> str | None:
-    """Value of the last flag of a name."""
-    found = None
-    for at, flag in enumerate(flags):
-        head, equals, tail = flag.partition("=")
-        if head == name:
-            found = tail if equals else (flags[at + 1] if at + 1 < len(flags) else None)
-    return found
+    """Value of the last flag of a name, the first if it has several; None without one."""
+    return next(iter(_values(flags, name)), None)
 
 
 def _is_some(dropout: str | None) -> bool:
