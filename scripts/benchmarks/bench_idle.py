@@ -3,8 +3,8 @@
 Trains the small GPT of the benchmarks on the CPU, with a side task for each rank, in seven ways (``--parts``):
 ``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every hundredth iteration, with a
 ``slow-loader``, with two replicas (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and
-their barriers.  The four ranks of two replicas would share two cores, on which nothing is idle; theirs have a smaller
-model, and sleep in passes (``own_device``).
+their barriers.  The four ranks of two replicas would share two cores, on which nothing is idle; they have a smaller
+model, and sleep in passes (``own_device``), as their jobs do in steps.
 ``paired`` is the plain one in pairs of blocks with and without filling, for the slowdown, and ``paired-vpp`` that of
 two chunks.
 
@@ -31,7 +31,7 @@ from typing import Any
 
 from scripts.benchmarks.harness import arguments, check_above_zero, opened
 from scripts.benchmarks.idle_causes import FILLED, causes
-from scripts.benchmarks.sidetasks import JOBS
+from scripts.benchmarks.sidetasks import DEVICE_JOB, JOBS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
 OFTEN = "100"  # iterations between two saves, or evaluations
@@ -59,7 +59,7 @@ def trained(folder: Path, part: str, iterations: int) -> dict[str, Any]:
     script = ("-m", f"scripts.benchmarks.{modules[part]}", *GPT.script) if part in modules else GPT.script
     main = MainJob(script, ranks=4 if part == "dp2" else 2)
     run = folder / f"{part}-run"
-    every = [job | {"name": f"{job['name']}{copy}"} for copy in range(main.ranks // len(JOBS)) for job in JOBS]
+    every = [DEVICE_JOB | {"name": f"device{rank}"} for rank in range(main.ranks)] if part == "dp2" else JOBS
     jobs = ("--fill-jobs", str(jobs_file(folder / f"{part}-jobs.yaml", every)), "--fill-report", str(run))
     blocks = Blocks(iterations - _WARMUP, 0, iterations)
     extra = (*jobs, *settings(warmup_iterations=_WARMUP), *flags[part])

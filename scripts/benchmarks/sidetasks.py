@@ -13,6 +13,7 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "pagerank": ("examples.tasks.pagerank:PageRank", {"repeat": 0}),
 }
 JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
+DEVICE_JOB = {"task": "scripts.benchmarks.sidetasks:DeviceStep"}  # for a rank with a device of its own
 
 
 class CpuStep(SideTask):
@@ -25,6 +26,16 @@ class CpuStep(SideTask):
         end_ns = time.thread_time_ns() + self._step_ns
         while time.thread_time_ns() < end_ns:
             pass
+
+
+class DeviceStep(SideTask):
+    """A step that takes ``step_ms`` of a device of its own, and none of the rank's core."""
+
+    def create(self, step_ms: float = 2.4) -> None:
+        self._step_s = step_ms / 1e3
+
+    def run_next_step(self) -> None:
+        time.sleep(self._step_s)
 
 
 class Metered(SideTask):
