@@ -13,6 +13,7 @@
 - ``limits``: proposals that hold more than there is room for, by that truth, and layouts that fit and are refused.
 - ``gpu-memory``: peaks that others measured on GPUs (``--truth FOLDER``; ``configure_gpu_memory.py``).
 - ``gpu-time``: likewise iteration times (``configure_gpu_time.py``).
+- ``waits``: likewise how long each stage waits (``configure_waits.py``).
 - ``recipes``: whether the layouts that NVIDIA published are among the first (``configure_recipes.py``).
 
     python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication --json FILE
@@ -43,6 +44,7 @@ from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_gpu_memory import measure_gpu_memory
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time
 from scripts.benchmarks.configure_recipes import measure_recipes
+from scripts.benchmarks.configure_waits import measure_waits
 from scripts.benchmarks.harness import Results, arguments, check_above_zero, opened
 from scripts.benchmarks.memory_figures import measure_learned, measure_limits, measure_memory
 from tests.support.configuring import event_times, random_iteration, random_links
@@ -62,10 +64,11 @@ LARGE = (
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
 STAGES = 8  # of dedication
 PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication")
-OF_OTHERS = ("gpu-memory", "gpu-time", "recipes")  # whose measurements are in a folder
+OF_OTHERS = ("gpu-memory", "gpu-time", "waits", "recipes")  # whose measurements are in a folder
 PLACES = {
     "gpu-memory": ("gpu_memory",),
     "gpu-time": ("gpu_time",),
+    "waits": ("waits",),
     "recipes": ("recipes",),
     "learned": ("memory_learned",),
 }  # in the summary
@@ -178,7 +181,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
-    parser.add_argument("--truth", metavar="FOLDER", type=Path, help="of gpu-... and recipes, which need it")
+    parser.add_argument("--truth", metavar="FOLDER", type=Path, help="of gpu-..., waits and recipes, which need it")
     parser.add_argument("--most-gpus", type=int, default=1024, help="of a training of recipes (default: 1024)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
     parser.add_argument(
@@ -207,6 +210,7 @@ def main() -> None:
             "limits": lambda: measure_limits(3, options.truths),
             "gpu-memory": lambda: measure_gpu_memory(options.truth),
             "gpu-time": lambda: measure_gpu_time(options.truth),
+            "waits": lambda: measure_waits(options.truth),
             "recipes": lambda: measure_recipes(options.truth, options.most_gpus),
         }[part]
         try:
