@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.linux.tree import descendants
-from megatron.fill.operate.spec import OTLP
 from megatron.fill.pages import control
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.types import Iteration
+from megatron.fill.wings.operate.spec import OTLP
 from scripts.benchmarks.one_gpu import free_port
 from scripts.benchmarks.sidetasks import JOBS
 from scripts.benchmarks.trainings import command, iterations_of, jobs_file, settings, slowdown_of, training
@@ -117,7 +117,7 @@ def _watch(
 
 def _serves(pid: int) -> bool:
     with suppress(OSError):
-        return b"fill.operate.serve" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"fill.wings.operate.serve" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 

@@ -21,14 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.fill import wings
 from megatron.fill.agent.admission import refusal
 from megatron.fill.agent.claims import Claims, not_yet_submitted, note_submitted
 from megatron.fill.agent.context import AgentContext
-from megatron.fill.agent.jobmapping import open_mapping
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.logfile import turn_over
 from megatron.fill.agent.memory import DeviceMemory
-from megatron.fill.agent.metrics import MetricsServer
 from megatron.fill.agent.mover import Mover
 from megatron.fill.agent.ranking import Ranking, Resident
 from megatron.fill.agent.run import JobRun
@@ -38,7 +37,6 @@ from megatron.fill.agent.watch import Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device import MpsDaemon, open_device
 from megatron.fill.device.meter import fingerprint
-from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import Limits
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
@@ -210,7 +208,6 @@ class Agent:
         self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
         self.tail = Seat(context, self.pool, judge, neighbour=lambda: self.resident.resident)
         self._live: LiveSegment | None = None
-        self._metrics = None if spec.metrics is None else MetricsServer(spec.metrics)
         self.mover = Mover(name, spec.run_dir, context.ranking, self.resident.may_run)
 
     def _context(self, spec: AgentSpec, name: str, dead: list[int]) -> AgentContext:
@@ -240,7 +237,7 @@ class Agent:
             claims=self._claims(spec, name, dead),
             ranking=ranking,
             ledger=AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word),
-            mapping=open_mapping(spec.dcgm_job_mapping, spec.device_uuid, lambda: shared_nvml().gpus()),
+            attendants=tuple(one for module in wings.modules("agent") for one in module.attendants(spec)),
         )
 
     def _claims(self, spec: AgentSpec, name: str, dead: list[int]) -> Claims:
@@ -357,10 +354,7 @@ class Agent:
         The latest record is all that is left of an agent that is killed.
         """
         shows = [self.context.ledger.write, self._show_reasons, self._show_figures, turn_over]
-        if self._metrics is not None:
-            shows.append(self._metrics.keep)
-        if self.context.mapping is not None:
-            shows.append(self.context.mapping.keep)
+        shows += [attendant.keep for attendant in self.context.attendants]
         while not self.context.over:
             self.resident.rest(_SHOW_S)
             for show in shows:

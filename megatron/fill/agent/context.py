@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from megatron.fill.agent.claims import Claims
-from megatron.fill.agent.jobmapping import JobMapping
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.ranking import Ranking
@@ -19,6 +20,16 @@ from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.store.values import Job
+
+
+class Attendant(Protocol):
+    """A part of a wing that runs beside an agent."""
+
+    def keep(self) -> None:
+        """Called every few seconds; an error is logged."""
+
+    def shown(self, job: str) -> AbstractContextManager[None]:
+        """Return a context that a running job is in; ``job`` is the name of its folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,7 @@ class AgentContext:
         device: the rank's device.
         memory: the memory of that device.
         control_fd: read-only descriptor of the control page, for workers.
-        mapping: shows dcgm-exporter which jobs run here; None if nobody asked for that.
+        attendants: parts of wings that run beside it.
         orphaned: set once the rank has died.
     """
 
@@ -50,7 +61,7 @@ class AgentContext:
     claims: Claims
     ranking: Ranking
     ledger: AttemptLedger
-    mapping: JobMapping | None = None
+    attendants: tuple[Attendant, ...] = ()
     orphaned: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -219,8 +219,8 @@ class JobRun:
         context, job = self.context, self.job
         context.claims.renew(self.held)  # on a busy machine a start may take longer than a lease
         always.callback(context.claims.stop_renewing, self.held)
-        if context.mapping is not None:
-            always.enter_context(context.mapping.shown(folder_name(job)))
+        for attendant in context.attendants:
+            always.enter_context(attendant.shown(folder_name(job)))
         process = always.enter_context(self.pool.worker(job))
         limiter = context.device.limiter(limits, process.name)
         always.callback(limiter.close)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.fill.agent.admission import JobUser
 from megatron.fill.device import Sharing
-from megatron.fill.operate.spec import MetricsSpec
 from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
 from megatron.fill.types import Quota
@@ -32,13 +32,14 @@ class AgentSpec(Spec):
         allow: patterns of the jobs that may run (``admission.refusal``); empty for all.
         device_uuid: the GPU's UUID; None on the CPU.
         margin_bytes: device memory that the jobs leave free beyond the training's peak.
-        metrics: settings of the node's metrics server, on one rank of each node; None for none.
+        metrics: the setting ``metrics``; None for none.
         quota: most that the jobs of each user may take; None for all.
         dcgm_job_mapping: folder in which dcgm-exporter looks for the jobs of each GPU; None for none.
         policy: scheduling policy, as text for ``parse_policy``.
         lease_s: time in seconds after which a silent agent's jobs go back to the queue.
         checkpoint_s: time in seconds between two checkpoints of a resumable job.
         between_s: time in seconds for which the jobs go on after the rank's end, until another starts; 0 for none.
+        node: number of the node.
         place: number of the rank on its node.
     """
 
@@ -73,8 +74,9 @@ class AgentSpec(Spec):
     sharing: Sharing
     mps_pipe: str | None
     sm_percentage: int
-    metrics: MetricsSpec | None = None
+    metrics: dict[str, Any] | None = None
     quota: Quota | None = None
     dcgm_job_mapping: str | None = None
     between_s: float = 0.0
+    node: int = 0
     place: int = 0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections import deque
 from pathlib import Path
 
+from megatron.fill import wings
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.app.listening import HostListening, Listening, RelayedListening, rank_spec
 from megatron.fill.app.sandboxing import RunSandbox
@@ -23,13 +23,12 @@ from megatron.fill.device.margin import DRIVER_BYTES
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux.tree import descendants
-from megatron.fill.operate.spans import IterationSpans, sample_every
-from megatron.fill.operate.spec import OTLP, MetricsSpec
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.lastword import LastWord, Left
-from megatron.fill.records import AccountWriter, Unwritten, rank_file
+from megatron.fill.records import AccountWriter, Traced, Unwritten, rank_file
+from megatron.fill.records.sampling import MOST_SAMPLES
 from megatron.fill.types import RankInfo
 from megatron.fill.work import NewJob
 
@@ -78,9 +77,10 @@ class Session:
         self.warden: subprocess.Popen[bytes] | None = None
         self._announced: Path | None = None
         self._last_word = LastWord.create()  # the agent's
-        spans = _iteration_spans()
-        attached.spans = None if spans is None else spans.note
-        traced = None if spans is None else spans.latest
+        traced: deque[Traced] = deque(maxlen=MOST_SAMPLES)  # of the training's own trace
+        attached.spans = None
+        for module in wings.modules("rank"):
+            module.attend(settings, info, traced)
         self._account = AccountWriter(segment.resolve(), info, bus.account, lambda: bus.waited, traced)
         self._seen = b""  # the part of this rank's record that could not be written
         if settings.serves:
@@ -185,10 +185,11 @@ class Session:
             sharing=self._sharing,
             mps_pipe=None if self.mps is None else str(self.mps.pipe),
             sm_percentage=settings.sm_percentage,
-            metrics=self._metrics_spec(store),
+            metrics=None if settings.metrics is None else settings.metrics.model_dump(exclude_none=True),
             quota=settings.users_quota,
             dcgm_job_mapping=settings.dcgm_job_mapping,
             between_s=settings.between,
+            node=self.info.node,
             place=self.info.local_rank,
         )
         agents = self.run_dir / AGENTS
@@ -210,19 +211,6 @@ class Session:
         os.close(board_fd)
         return warden
 
-    def _metrics_spec(self, store: str) -> MetricsSpec | None:
-        """Return the settings of the node's metrics server; None on its other ranks, and where nobody asks for one."""
-        metrics = self.settings.metrics
-        if self.info.local_rank or not (metrics or os.environ.get(OTLP)):
-            return None
-        if importlib.util.find_spec("prometheus_client") is None:  # with the setting, this is an error before the start
-            logger.warning("no metrics go to %s: expected pip install 'pipefill[metrics]'", OTLP)
-            return None
-        spec = MetricsSpec(str(self.run_dir.resolve()), self.info.node, store if self.info.rank == 0 else "")
-        if metrics is None:
-            return spec
-        return replace(spec, address=metrics.address, port=metrics.port, token_file=metrics.token_file or "")
-
     def _wait_for_warden(self) -> None:
         if self.warden is None:
             return
@@ -239,15 +227,6 @@ class Session:
             for pid in below:  # stopped processes do not notice the warden's end
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def _iteration_spans() -> IterationSpans | None:
-    """Return what notes the training's own spans; None unless the environment asks for those of bubbles."""
-    try:
-        every = sample_every(os.environ)
-    except ValueError:  # the metrics server says so
-        return None
-    return IterationSpans(every) if every else None
 
 
 def _uuid(device: str) -> str | None:

@@ -9,9 +9,6 @@ completion stay quick.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
 from typing import Annotated
 
 import typer
@@ -73,13 +70,5 @@ app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("schedule")(schedule.schedule)
 app.command("doctor")(doctor.doctor)
-
-
-def _add_wings() -> None:
-    for wing in pkgutil.iter_modules(wings.__path__):
-        name = f"{wings.__name__}.{wing.name}.commands"
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name).add(app)
-
-
-_add_wings()
+for commands in wings.modules("commands"):
+    commands.add(app)

@@ -47,14 +47,13 @@ RULES: dict[str, set[str]] = {
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
     "records": {"account", "errors", "folders", "linux", "status", "types"},
-    "operate": {"errors", "linux", "pages", "records", "spec", "store", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
         *("device", "display", "errors", "folders", "linux", "pages", "planner", "profiles", "sandbox", "sidetask"),
         *("spec", "status", "types", "untrusted", "work"),
     },
     "agent": {
-        *("device", "display", "errors", "folders", "linux", "operate", "pages", "planner", "profiles", "records"),
+        *("device", "display", "errors", "folders", "linux", "pages", "planner", "profiles", "records"),
         *("sandbox", "scheduler", "sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
@@ -74,6 +73,7 @@ RULES: dict[str, set[str]] = {
 WINGS: dict[str, set[str]] = {
     "mainjob": set(),
     "llm": set(),
+    "operate": set(),
     "graph": {"mainjob"},
     "sim": {"mainjob"},
     "configure": {"mainjob", "sim"},
@@ -310,7 +310,10 @@ OTHER_READS = {
     "app/freeing.py": {"_BOOT.read_text"},  # the kernel's
     "pages/control.py": {"os.open"},
     "pages/ready.py": {"os.open"},  # a rank's own, which it names to the others
-    "operate/serve.py": {"MetricsSpec.from_json", "Path(path).read_bytes"},  # of who starts it; the operator's own
+    "wings/operate/serve.py": {
+        "MetricsSpec.from_json",
+        "Path(path).read_bytes",
+    },  # of its agent; the operator's
     "report/page.py": {"files(__package__).joinpath('page.html').read_text"},  # installed with it
     "pages/moving.py": {"os.open"},  # a page, through /proc
     "records/files.py": {"from_json", "os.open", "path.open"},
@@ -325,7 +328,7 @@ OTHER_READS = {
     "rank/relay.py": {"RelaySpec.from_json", "log.open"},
     "rank/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
     "agent/claims.py": {"json.loads", "path.read_text"},  # in the run folder
-    "agent/jobmapping.py": {"os.open", "path.read_text"},  # of the site, which other users' jobs do not see
+    "wings/operate/jobmapping.py": {"os.open", "path.read_text"},  # of the site, which other users' jobs do not see
     "agent/keeper.py": {"AgentSpec.from_json", "Path(spec_path).read_text"},
     "agent/turn.py": {"os.open"},  # to lock
     "agent/warden.py": {"json.loads", "spec_path.read_text"},
@@ -348,7 +351,8 @@ def outside(path: Path) -> bool:
     """Whether a file runs outside of a job's process, and reads what others wrote."""
     return (
         "commands" in (path.stem, path.parent.name)
-        or room(path) in {"report", "operate", "cli", "pages", "records", "app", "trial", "agent", "rank"}
+        or path.parent.name == "operate"
+        or room(path) in {"report", "cli", "pages", "records", "app", "trial", "agent", "rank"}
         or (room(path) == "worker" and path.stem not in WORKER_SIDE)
     )
 

@@ -23,10 +23,10 @@ import pytest
 
 from megatron.fill.account import Account
 from megatron.fill.given.settings import load_settings
-from megatron.fill.operate.spec import OTLP, MetricsSpec
 from megatron.fill.records import AccountWriter, Traced, begin_segment, rank_file, read_segments, write_agent
 from megatron.fill.store import open_store
 from megatron.fill.types import BrakeEvent
+from megatron.fill.wings.operate.spec import OTLP, MetricsSpec
 from megatron.fill.work import NewJob, Work
 from tests.support.extras import needs
 from tests.support.segments import write_rank
@@ -37,9 +37,9 @@ needs("prometheus_client", "metrics")
 from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from megatron.fill.operate.metrics import RunMetrics  # noqa: E402
-from megatron.fill.operate.serve import handler, link, read_token, traced_iterations  # noqa: E402
-from megatron.fill.operate.spans import IterationSpans, RunSpans, sample_every  # noqa: E402
+from megatron.fill.wings.operate.metrics import RunMetrics  # noqa: E402
+from megatron.fill.wings.operate.serve import handler, link, read_token, traced_iterations  # noqa: E402
+from megatron.fill.wings.operate.spans import IterationSpans, RunSpans, sample_every  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -239,7 +239,7 @@ def collector(run: Path, **environ: str) -> Iterator[dict[str, list[bytes]]]:
         | {OTLP: f"http://127.0.0.1:{server.server_port}", "OTEL_EXPORTER_OTLP_COMPRESSION": "none"}
         | environ
     )
-    command = [sys.executable, "-m", "megatron.fill.operate.serve"]
+    command = [sys.executable, "-m", "megatron.fill.wings.operate.serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environ) as process:
         assert process.stdin is not None
         process.stdin.write(MetricsSpec(str(run), 0, str(run)).to_json().encode())
@@ -332,7 +332,7 @@ def test_an_iteration_is_linked_to_the_span_that_the_training_itself_made_of_it(
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    noted, tracer = IterationSpans(2), TracerProvider().get_tracer("megatron")
+    noted, tracer = IterationSpans(2, deque()), TracerProvider().get_tracer("megatron")
     own = {}
     for iteration in range(1, 5):
         noted.note(iteration)  # outside of any span
@@ -414,7 +414,7 @@ def test_a_ratio_that_is_none_is_said(ratio):
 
 
 def test_the_agent_starts_it_again():
-    from megatron.fill.agent.metrics import MetricsServer
+    from megatron.fill.wings.operate.agent import MetricsServer
 
     server = MetricsServer(MetricsSpec("/nonexistent", 0, ""))  # ends at once
     server.keep()

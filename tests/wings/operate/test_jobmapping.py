@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.agent.jobmapping import JobMapping, open_mapping
 from megatron.fill.agent.run import JobRun
 from megatron.fill.device.nvml import Gpu
+from megatron.fill.wings.operate.jobmapping import JobMapping, open_mapping
 from tests.support.posts import post
 
 GPUS = [Gpu(0, "GPU-a", "H100", 1), Gpu(3, "GPU-b", "H100", 1)]
@@ -86,7 +86,7 @@ def test_agents_that_share_a_gpu_do_not_lose_each_others_lines(path):
 LIVES = """
 import sys
 from pathlib import Path
-from megatron.fill.agent.jobmapping import JobMapping
+from megatron.fill.wings.operate.jobmapping import JobMapping
 with JobMapping(Path(sys.argv[1])).shown("killed-1"):
     print("shown", flush=True)
     sys.stdin.read()
@@ -155,6 +155,6 @@ def test_the_file_is_that_of_the_gpus_index(tmp_path, directory, uuid, there):
 def test_a_job_that_cannot_be_started_leaves_no_line(path, tmp_path):
     with post(tmp_path / "run") as at:
         mapping = JobMapping(path)
-        run = JobRun(replace(at.context, mapping=mapping), at.pool, at.judge, at.claim(task="nowhere:Task"), None)
+        run = JobRun(replace(at.context, attendants=(mapping,)), at.pool, at.judge, at.claim(task="nowhere:Task"), None)
         run.run()
     assert not path.exists()

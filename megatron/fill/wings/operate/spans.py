@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.operate.spec import OTLP
 from megatron.fill.records import LiveRank, Sample, Traced
-from megatron.fill.records.sampling import MOST_SAMPLES
+from megatron.fill.wings.operate.spec import OTLP
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -49,13 +48,13 @@ class IterationSpans:
 
     Megatron's is that of ``--otel-enabled``, beyond 0.19; any other that is current when an iteration begins will do.
 
-    Attributes:
-        latest: the latest ones; other threads may copy it.
+    Args:
+        latest: takes them; other threads may copy it.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, latest: deque[Traced]) -> None:
         self._every = every
-        self.latest: deque[Traced] = deque(maxlen=MOST_SAMPLES)
+        self.latest = latest
 
     def note(self, iteration: int) -> None:
         """Note the span of the iteration that begins, if there is one; called on the training's own thread."""

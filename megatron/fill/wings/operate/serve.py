@@ -1,4 +1,4 @@
-"""A node's metrics server: ``python -m megatron.fill.operate.serve``, with its settings on standard input.
+"""A node's metrics server: ``python -m megatron.fill.wings.operate.serve``, with its settings on standard input.
 
 Its agent starts it.  It answers ``GET /metrics`` in Prometheus' formats, and sends the same by OTLP where
 ``OTEL_EXPORTER_OTLP_ENDPOINT`` names a collector; with ``OTEL_TRACES_EXPORTER=otlp``, sampled bubbles as spans, too.
@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
-from megatron.fill.operate.metrics import RunMetrics
-from megatron.fill.operate.spans import RunSpans, sample_every
-from megatron.fill.operate.spec import OTLP, MetricsSpec
 from megatron.fill.records import LiveRank, Sample, Traced, last_segment, read_account
+from megatron.fill.wings.operate.metrics import RunMetrics
+from megatron.fill.wings.operate.spans import RunSpans, sample_every
+from megatron.fill.wings.operate.spec import OTLP, MetricsSpec
 
 logger = logging.getLogger("pipefill.metrics")
 

@@ -17,11 +17,11 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from megatron.fill.errors import ControlError, StoreError
-from megatron.fill.operate.spec import MetricsSpec
 from megatron.fill.pages.control import ControlPage, RunState, find_pages
 from megatron.fill.records import LiveRank, LiveSegment, Sample, last_segment
 from megatron.fill.store import JobStore, open_store
 from megatron.fill.types import BubbleKind, JobState
+from megatron.fill.wings.operate.spec import MetricsSpec
 
 _S = 1e9
 _MOST_USERS = 20  # users with a label of their own; the others are one
