@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import flags_page
+from scripts import flags_page, report_page
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -116,5 +116,6 @@ def test_messages_that_are_explained_are_said():
     assert {text for text in quoted if text not in texts} == set()
 
 
-def test_the_page_of_flags_is_made_of_the_settings():
-    assert flags_page.PAGE.read_text(encoding="utf-8") == flags_page.page(), "python scripts/flags_page.py"
+@pytest.mark.parametrize("made", [flags_page, report_page], ids=["flags", "report"])
+def test_a_page_that_is_made_of_the_code_is_as_it_says(made):
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), made.__doc__
