@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
 _CARET = 0x40  # ESC is shown as ^[
+
+
+def never_fail_to_print() -> None:
+    """Escape letters that the encoding of standard output or error does not have, as in the locales of Latin-1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def console_of(pipe_width: int) -> Console:

@@ -44,6 +44,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.joining import flag_of
 from megatron.fill.device.meter import own_version
+from megatron.fill.display import never_fail_to_print
 from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.jobs import submitter
 from megatron.fill.given.rankorder import load_rank_order
@@ -221,8 +222,12 @@ class Launch:
                 if settings.serves:
                     name = shlex.quote(str(run_dir))
                     print_next(None, f"top {name}", f"pause {name}")
-            except (OSError, FillError) as error:
-                logger.warning("the run folder %s cannot be used, so nothing is filled: %s", run_dir, error)
+            except Exception as error:  # whatever it is, the other ranks wait below
+                unexpected = not isinstance(error, (OSError, FillError))
+                logger.warning(
+                    "the run folder %s cannot be used, so nothing is filled: %s", run_dir, error, exc_info=unexpected
+                )
+                agreed[0] = ""
         if info.world_size > 1:
             import torch.distributed as dist
 
@@ -321,6 +326,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     if attached.lifecycle is not None:  # `python -m pipefill_patches` runs this script inside its own `launch`
         main()
         return
+    never_fail_to_print()  # a message about a folder or a job must not end the training
     bus.account.begin(process_started_ns())
     run = Launch()
     attached.lifecycle = run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from megatron.fill.display import never_fail_to_print
 from megatron.fill.errors import FillError
 
 
@@ -14,6 +15,7 @@ def main() -> None:
 
     from megatron.fill.cli.app import app
 
+    never_fail_to_print()
     if "" in sys.argv[1:]:  # from a shell variable that is not set
         _fail(f"argument {sys.argv.index('', 1)} is empty; expected a value")
     try:

@@ -21,7 +21,8 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
         search: further folders in which to look for the module after ``sys.path`` (the jobs file's folder).
 
     Raises:
-        TaskError: the class cannot be imported, is not a subclass of ``SideTask``, or cannot be constructed.
+        TaskError: the class cannot be imported, is not a subclass of ``SideTask``, cannot be constructed, or its
+            unit is not text.
     """
     module_name, _, class_name = path.partition(":")
     sys.path.extend(folder for folder in search if folder not in sys.path)
@@ -35,9 +36,12 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
     if not (isinstance(found, type) and issubclass(found, SideTask)):
         raise TaskError(f"{path} is not a SideTask: expected a subclass of megatron.fill.SideTask, found {found!r}")
     try:
-        return found()
+        task = found()
     except Exception as error:
         raise TaskError(f"{path} cannot be constructed: {type(error).__name__}: {error}") from error
+    if not isinstance(task.unit, str):
+        raise TaskError(f"{path}: unit is {task.unit!r}; expected text, such as 'samples'")
+    return task
 
 
 def check_args(task: SideTask, args: Mapping[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.errors import TaskError
+from megatron.fill.profiles import is_amount
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 
 
@@ -53,7 +55,7 @@ class TaskMachine:
 
         Raises:
             StopIteration: the task has nothing left to do.
-            TaskError: the step returned neither a number nor None.
+            TaskError: the step returned neither an amount of work nor None.
         """
         if self.state is not TaskState.RUNNING:
             self._expect(TaskState.RUNNING, "run_next_step")
@@ -61,10 +63,16 @@ class TaskMachine:
         work = self.task.run_next_step()
         if work is None:
             return 1.0
-        try:
-            return float(work)
-        except (TypeError, ValueError):
-            raise TaskError(f"run_next_step() returned {work!r}; expected the work done as a number, or None") from None
+        return _amount(work, "run_next_step() returned {}; expected the work done as a number, or None")
+
+    def total_work(self) -> float | None:
+        """Return the total work that the task has told; None if it has not.
+
+        Raises:
+            TaskError: that is no amount of work.
+        """
+        told = self.task.context.total_work
+        return None if told is None else _amount(told, "total_work is {}; expected a number, or None")
 
     def pause(self) -> None:
         self._expect(TaskState.RUNNING, "pause")
@@ -97,3 +105,18 @@ class TaskMachine:
         if self.state is not state:
             raise TaskError(f"{callback}() was called in state {self.state}; expected {state}")
         self.callback = callback
+
+
+def _amount(given: Any, message: str) -> float:
+    """Return an amount of work as a number; whoever reads the step log takes anything else for no work at all.
+
+    Raises:
+        TaskError: it is none; ``message`` has ``{}`` in the place of what was given.
+    """
+    try:
+        amount = float(given)
+    except (TypeError, ValueError, OverflowError):
+        amount = -1.0
+    if not is_amount(amount):
+        raise TaskError(message.format(reprlib.repr(given)))
+    return amount

@@ -77,6 +77,10 @@ def locate(where: str | Path) -> URL:
     # os.path's functions report a too long name as missing; the error is then raised when the file is created.
     if os.path.isdir(path) or (not os.path.exists(path) and path.suffix not in _FILE_SUFFIXES):
         path /= JOBS_DB
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise StoreError(f"the job store {str(path)!r} is not UTF-8, as SQLite needs; {_EXPECTED}") from None
     return URL.create("sqlite", database=str(path.absolute()))
 
 

@@ -89,7 +89,7 @@ def _not_returned(worker: WorkerRecord, found: Examined, options: Options) -> st
         return f"run_next_step() did not return once in {options.seconds:g} s of bubbles"
     if "stop()" not in worker.callbacks:
         saving = found.resumable and "state_dict()" not in worker.callbacks
-        return f"{'state_dict()' if saving else 'stop()'} did not return within {STOP_S:g} s of the end"
+        return f"{'state_dict() or stop()' if saving else 'stop()'} did not return within {STOP_S:g} s of the end"
     return ""
 
 

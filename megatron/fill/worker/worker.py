@@ -32,7 +32,7 @@ from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, map_log
-from megatron.fill.profiles import JobProfile
+from megatron.fill.profiles import JobProfile, is_amount
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.base import SideTask, TaskContext
@@ -198,7 +198,8 @@ class TaskRun:
         unit = SideTask.unit
 
         def outcome(cause: Cause, detail: str = "", then: Then = Then.NONE) -> Outcome:
-            return Outcome(cause, detail, then, unit, context.total_work, context.result)
+            total = context.total_work if is_amount(context.total_work) else self.log.total_work
+            return Outcome(cause, detail, then, unit, total, context.result)
 
         try:
             machine = self.new_machine(context)
@@ -223,7 +224,8 @@ class TaskRun:
             return outcome(Cause.DOES_NOT_FIT, str(error))
         except BaseException as error:  # SystemExit included: the job failed, and the outcome has the reason
             self.log.enter_bubble(0)  # the step is over, so the rest is not an overrun of it
-            print(task_traceback(error), end="", file=sys.stderr)
+            with contextlib.suppress(OSError, ValueError):  # the task has closed it
+                print(task_traceback(error), end="", file=sys.stderr)
             reason = _reason(error, machine.callback if machine else "", self.spec.limits)
             if machine is not None:
                 with contextlib.suppress(BaseException):
@@ -283,7 +285,7 @@ class TaskRun:
         self.log.phase = WorkerPhase.INIT
         with loop.turn("init()"):
             machine.init()
-        self.log.total_work = machine.task.context.total_work
+        self.log.total_work = machine.total_work()
         if plans is not None:
             plans.begin()
         loop.between = partial(self._between, saver, plans)
@@ -336,7 +338,11 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
         return f"the task called sys.exit({error.code!r}){where}"
     if isinstance(error, FillError):
         return str(error)
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # its own code
+        text = "it has no text, as its __str__() fails"
+    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in message or "out of memory" in message:
         cap = f"over its cap of {mib(limits.memory_bytes)}" if limits.memory_bytes else "out of memory"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

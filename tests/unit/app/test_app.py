@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from megatron.fill.app.runfolder import check_store, new_run_folder, served, sto
 from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
 from megatron.fill.device import DeviceError, MpsDaemon, meter
+from megatron.fill.display import never_fail_to_print
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, SandboxSupport
 from megatron.fill.types import RankInfo
@@ -42,6 +44,7 @@ def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
     ("changed", "message"),
     [
         ({"store": "mysql://ada:secret@db/x"}, r"mysql://ada:\*\*\*@db/x"),
+        ({"store": "bad\udcff/jobs.db"}, "is not UTF-8"),
         ({"policy": "fastest"}, "policy 'fastest'"),
         ({"policy": "0*fifo"}, "expected a number above 0"),
         ({"offload_optimizer": True}, "expected --bf16 or --fp16"),
@@ -284,3 +287,21 @@ def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkey
 def test_a_ramp_that_megatron_ignores_is_said(caplog, ramp, begins, said):
     warn_of_no_ramp(ramp, begins)
     assert [message.partition(", not")[0] for message in caplog.messages] == said
+
+
+def test_what_no_run_folder_can_do_keeps_no_other_rank_waiting(tmp_path, monkeypatch, caplog):
+    def fault(*_: object) -> NoReturn:
+        raise UnicodeEncodeError("ascii", "é", 0, 1, "ordinal not in range(128)")
+
+    monkeypatch.setattr("megatron.fill.app.launch.make_run_folder", fault)
+    info = RankInfo(0, 1, 0, 1, 0, 1, 0, 1)
+    assert Launch()._prepare_run(FillSettings(profile_only=True), info, tmp_path) is None
+    assert "cannot be used, so nothing is filled: 'ascii' codec" in caplog.text
+
+
+def test_letters_that_the_output_does_not_have_are_escaped(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, "latin-1"))
+    never_fail_to_print()
+    print("é 日", flush=True)
+    assert raw.getvalue() == b"\xe9 \\u65e5\n"

@@ -102,7 +102,7 @@ def test_a_good_task():
         (run(callbacks={}), "create() had not returned after 120 s (--startup-seconds)"),
         (run(callbacks={"create()": 1}), "init() had not returned after 120 s (--startup-seconds)"),
         (run(steps_done=0), "run_next_step() did not return once in 5 s of bubbles"),
-        (run(callbacks={"create()": 1, "init()": 1}), "state_dict() did not return within 10 s of the end"),
+        (run(callbacks={"create()": 1, "init()": 1}), "state_dict() or stop() did not return within 10 s of the end"),
         (
             run(callbacks={name: 1 for name in ALL if name != "stop()"}),
             "stop() did not return within 10 s of the end",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.status import Cause, Then
 from megatron.fill.work import Work
@@ -66,3 +69,74 @@ def test_a_job_that_is_stopped_while_it_waits_to_change_over_is_saved(tmp_path, 
     saved = checkpoint.load(tmp_path)
     assert saved is not None
     assert saved["task"] == {"counted": 7}
+
+
+class Nonsense(SideTask):
+    """A task that returns what it is given, or that is its exception."""
+
+    given: Any = None
+
+    def create(self) -> None:
+        total: Any = self.given if isinstance(self.given, tuple) else 3
+        self.context.total_work = total
+
+    def run_next_step(self) -> Any:
+        if isinstance(self.given, BaseException):
+            raise self.given
+        return self.given
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Numbered(SideTask):
+    unit = 7  # type: ignore[assignment]
+
+    def run_next_step(self) -> None: ...
+
+
+@pytest.mark.parametrize("given", [float("nan"), float("inf"), -1, 10**400, "three", (1,)])
+def test_work_that_is_no_amount_fails_the_job_and_is_named(given):
+    machine = TaskMachine(Nonsense(), TaskContext("job", Path()))
+    machine.task.given = given  # type: ignore[attr-defined]
+    machine.create({})
+    machine.init()
+    machine.start()
+    with pytest.raises(TaskError, match=r"returned .*expected the work done as a number, or None"):
+        machine.run_next_step()
+
+
+def test_a_total_that_is_no_amount_fails_the_job_and_is_named(tmp_path):
+    machine = TaskMachine(Nonsense(), TaskContext("job", tmp_path))
+    machine.task.given = ("many",)  # type: ignore[attr-defined]
+    run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: True, StepDevice(preemptive=True))
+    with pytest.raises(TaskError, match=r"total_work is \('many',\); expected a number, or None"):
+        run.serve(machine, None)
+
+
+def test_an_error_without_a_text_is_told_by_its_kind(tmp_path, monkeypatch):
+    def failing(*_: object) -> bool:
+        raise Mute
+
+    monkeypatch.setattr(TaskRun, "serve", failing)
+    run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: True, StepDevice(preemptive=True))
+    assert run.run().detail == "Mute: it has no text, as its __str__() fails"
+
+
+def test_a_task_that_has_closed_its_output_fails_with_its_reason(tmp_path, monkeypatch):
+    def failing(*_: object) -> bool:
+        raise ValueError("x")
+
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(TaskRun, "serve", failing)
+    monkeypatch.setattr("sys.stderr", closed)
+    run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: True, StepDevice(preemptive=True))
+    assert run.run().detail == "ValueError: x"
+
+
+def test_a_unit_that_is_no_text_is_named():
+    with pytest.raises(TaskError, match="unit is 7; expected text, such as 'samples'"):
+        load_task("tests.unit.worker.test_worker:Numbered")
