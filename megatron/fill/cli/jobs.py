@@ -74,7 +74,8 @@ def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
     Raises:
         ConfigError: some cannot; the message has a line for each kind of such jobs.
     """
-    from megatron.fill.trial.check import distinct, examine
+    from megatron.fill.given.jobs import distinct
+    from megatron.fill.trial.check import examine
 
     jobs = distinct(specs)
     try:

@@ -87,9 +87,9 @@ def plan(
     --json prints "without_profile", the names of jobs, and a list "plans" of: rank, job and error, or rank, job,
     configuration, iterations_per_cycle, work_per_cycle, packed, tail, packed_with_tail, work_per_s, plan, tail_plan.
     """
-    from megatron.fill.given.jobs import load_jobs
+    from megatron.fill.given.jobs import distinct, load_jobs
 
-    specs, cycles = _distinct(load_jobs(jobs)), _cycles(bubbles, schedule, times, transfer_ms)
+    specs, cycles = distinct(load_jobs(jobs)), _cycles(bubbles, schedule, times, transfer_ms)
     if rank is not None and rank not in cycles:
         raise ConfigError(f"--rank is {rank}: expected one of {', '.join(map(str, cycles))}")
     if png is not None:
@@ -148,14 +148,6 @@ def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms
     if cycles := load_cycles(bubbles):
         return cycles
     raise ConfigError(f"{bubbles}: ranks is empty: expected the bubbles of at least one rank")
-
-
-def _distinct(specs: Sequence[JobSpec]) -> list[JobSpec]:
-    """Return one spec of each kind: the instances of a job with a count differ in their names only."""
-    first: dict[str, JobSpec] = {}
-    for spec in specs:
-        first.setdefault(spec.model_copy(update={"name": ""}).model_dump_json(), spec)
-    return list(first.values())
 
 
 def _of(spec: JobSpec, known: Mapping[str, Sequence[JobProfile]]) -> Sequence[JobProfile]:

@@ -80,7 +80,7 @@ def profile(
         with opened(store, create=True):
             pass  # a store that cannot be opened is reported before the measurements
     for spec in specs:
-        twin = next((found[one.name] for one in specs if one.name in found and _same(one, spec)), None)
+        twin = next((found[one.name] for one in specs if one.name in found and one.kind == spec.kind), None)
         try:
             found[spec.name] = twin or _measure(spec, search, where)
         except NoSteps:
@@ -109,7 +109,7 @@ def profile(
 
 def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[str, Trial]:
     """Run each of these jobs, equal ones once, and return the trials by name."""
-    from megatron.fill.trial.check import distinct, kind_of
+    from megatron.fill.given.jobs import distinct
     from megatron.fill.trial.result import Options
 
     if not specs:
@@ -118,8 +118,8 @@ def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[s
     options = Options(seconds=_RUN_S, device=device, round_trip=False)
     with trial_folder(None) as folder:
         trials = list(trials_of(first, search, options, folder, False, lambda line: print(line, file=sys.stderr)))
-    by_kind = {kind_of(spec): trial for spec, trial in zip(first, trials, strict=True)}
-    return {spec.name: by_kind[kind_of(spec)] for spec in specs}
+    by_kind = {spec.kind: trial for spec, trial in zip(first, trials, strict=True)}
+    return {spec.name: by_kind[spec.kind] for spec in specs}
 
 
 def _as_job(trial: Trial) -> MeasuredJob:
@@ -147,10 +147,6 @@ def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequen
                 with contextlib.suppress(ValueError):  # invalid profiles are ignored
                     found[spec.name] = MeasuredJob.from_dict(content).profiles
     return found
-
-
-def _same(one: JobSpec, other: JobSpec) -> bool:
-    return (one.task, one.args, one.memory) == (other.task, other.args, other.memory)
 
 
 def _key(spec: JobSpec, mark: str) -> str:

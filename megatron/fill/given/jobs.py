@@ -163,6 +163,12 @@ class JobSpec(BaseModel):
         """``module:Class`` or the command line."""
         return self.task or shlex.join(self.command or ())
 
+    @property
+    def kind(self) -> str:
+        """A text that is equal for jobs that differ only in name and queueing, such as those of a ``count``."""
+        queueing = {"name", "user", "priority", "deadline", "retries", "after", "count", "side_throughput"}
+        return self.model_dump_json(exclude=queueing)
+
     def to_submit(self, search: Sequence[str], user: str) -> NewJob:
         """Return the job for ``JobStore.submit``.
 
@@ -245,6 +251,14 @@ def expand(jobs: Sequence[JobSpec]) -> list[JobSpec]:
                 one._array = index, job.count
             found.append(one)
     return found
+
+
+def distinct(jobs: Sequence[JobSpec]) -> list[JobSpec]:
+    """Return the first job of each kind."""
+    first: dict[str, JobSpec] = {}
+    for job in jobs:
+        first.setdefault(job.kind, job)
+    return list(first.values())
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:

@@ -12,28 +12,13 @@ from typing import Any
 
 from megatron.fill.agent.admission import default_user, environment
 from megatron.fill.errors import ConfigError
-from megatron.fill.given.jobs import JobSpec
+from megatron.fill.given.jobs import JobSpec, distinct
 from megatron.fill.linux import host
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial.spec import NOTE, CheckSpec, program
 from megatron.fill.untrusted import parse_json, plain
 
 _MOST_S = 120.0  # timeout for all jobs together: importing torch takes a while on a busy machine
-
-
-def kind_of(job: JobSpec) -> str:
-    """Return a key that is equal for jobs that differ only in name and queueing, such as those of a ``count``."""
-    return job.model_copy(
-        update={"name": "", "priority": 0, "user": "", "deadline": None, "count": 1}
-    ).model_dump_json()
-
-
-def distinct(jobs: Sequence[JobSpec]) -> list[JobSpec]:
-    """Return the first job of each kind."""
-    first: dict[str, JobSpec] = {}
-    for job in jobs:
-        first.setdefault(kind_of(job), job)
-    return list(first.values())
 
 
 def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[str, Any]) -> list[Examined]:
@@ -64,8 +49,8 @@ def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[st
     found = _read(lines, in_order)
     if not found:
         raise ConfigError(f"the jobs cannot be looked at: {(said or ['the process ended without a word'])[-1]}")
-    known = {kind_of(job): _with_notes(its, notes) for job, its in zip(in_order, found, strict=True)}
-    return [known[kind_of(job)] for job in jobs]
+    known = {job.kind: _with_notes(its, notes) for job, its in zip(in_order, found, strict=True)}
+    return [known[job.kind] for job in jobs]
 
 
 def _asked(job: JobSpec) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.given.jobs import JobSpec, load_jobs
+from megatron.fill.given.jobs import JobSpec, distinct, load_jobs
 from megatron.fill.given.plainyaml import PlainYamlError, parse_yaml
 from megatron.fill.given.problems import expectation, shown
-from megatron.fill.trial.check import distinct
 
 _SHOWN = 10  # names, in a message
 

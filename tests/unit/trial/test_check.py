@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.given.jobs import JobSpec
+from megatron.fill.given.jobs import JobSpec, distinct
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial import check
 
@@ -135,4 +135,4 @@ def test_what_may_not_be_entered_is_told_to_who_finds_no_module(monkeypatch):
 
 def test_jobs_that_differ_in_queueing_only_are_of_one_kind():
     jobs = [job("a", "m:C"), job("b", "m:C", priority=2, user="ada"), job("c", "m:C", args={"x": 1})]
-    assert [one.name for one in check.distinct(jobs)] == ["a", "c"]
+    assert [one.name for one in distinct(jobs)] == ["a", "c"]
