@@ -29,10 +29,10 @@ _LATENT = (
     "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-layer-freq ([0]*1+[1]*3) --moe-grouped-gemm "
 )
 _MODELS = {
-    "llama3-70b": "--hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 --ffn-hidden-size 28672 "
-    "--vocab-size 128256",
-    "llama3-405b": "--hidden-size 16384 --num-attention-heads 128 --num-query-groups 16 --ffn-hidden-size 53248 "
-    "--vocab-size 128256",
+    "llama3-70b": "--hidden-size 8192 --num-attention-heads 64 --group-query-attention --num-query-groups 8 "
+    "--ffn-hidden-size 28672 --vocab-size 128256",
+    "llama3-405b": "--hidden-size 16384 --num-attention-heads 128 --group-query-attention --num-query-groups 16 "
+    "--ffn-hidden-size 53248 --vocab-size 128256",
     "deepseekv2": f"{_LATENT}--hidden-size 5120 --ffn-hidden-size 12288 --moe-ffn-hidden-size 1536 --num-experts 160 "
     "--moe-router-topk 6 --moe-shared-expert-intermediate-size 3072 --vocab-size 102400",
     "deepseekv3": f"{_LATENT}--hidden-size 7168 --ffn-hidden-size 18432 --moe-ffn-hidden-size 2048 --num-experts 256 "

@@ -125,7 +125,7 @@ def read_small(folder: Path) -> tuple[list[Timed], int]:
         flags, gpus = laid_out_as(line)
         try:
             model, its = laid_out(flags, gpus)
-            training = read_flags(flags, ends=True)
+            training = read_flags(flags, ran=True)
         except ConfigError:
             continue
         if known is not None:
@@ -142,7 +142,7 @@ def read_over_nodes(folder: Path) -> list[Timed]:
 
 def _over_nodes(line: dict[str, str]) -> Timed:
     flags = [text for flag, column in _FLAGS.items() for text in (flag, line[column])] + _ASSUMED.split()
-    training, gpus = read_flags(flags, ends=True), int(line["# GPUs"])
+    training, gpus = read_flags(flags, ran=True), int(line["# GPUs"])
     choice = tuple(line[name] for name in ("Parameters (billion)", "# GPUs", "global batch"))
     _, its = laid_out(flags, gpus)
     return Timed(training, its, "a100-80gb", _THEIRS, choice, float(line["iteration time (ms)"]) / 1e3, in_parts=True)
@@ -152,7 +152,7 @@ def read_b200(folder: Path) -> dict[str, list[Timed]]:
     """Read SimuMax's trainings, by kind of model and attention; none if the file is not there."""
     kinds: dict[str, list[Timed]] = defaultdict(list)
     for one in published(folder):
-        training, parallel = read_flags(one.flags, ends=True), laid_out(one.flags, GPUS)[1]
+        training, parallel = read_flags(one.flags, ran=True), laid_out(one.flags, GPUS)[1]
         kinds[f"b200_{one.kind}"].append(Timed(training, parallel, "b200", "dgx-b200", one.name, one.iteration_s))
     return kinds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 from typing import Any
 
@@ -225,9 +226,19 @@ def test_pays_says_when_it_does_and_when_it_does_not():
     assert said["pays"]
     assert 0.1 < said["gpus_worth"] / said["gpus"] < said["bubble_share"]
     assert "does the work of" in pays("--", *layout)
-    assert "Filling does not pay" in pays("--gpus", "8", "--", *FLAGS.split(), "--tensor-model-parallel-size", "8")
+    assert pays("--gpus", "8", "--", *FLAGS.split(), "--tensor-model-parallel-size", "8").endswith(
+        "Filling does not pay: inference of BERT-base would do the work of 0.00 GPUs in them.\n"
+        "A pipeline of one stage has no bubbles.\n"
+    )
     with pytest.raises(ConfigError, match="--gpu is 'abacus'"):
         pays("--gpu", "abacus", "--", *layout)
+
+
+def test_pays_has_ranks_enough_for_the_experts():
+    experts = (
+        "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    )
+    assert json.loads(pays("--json", "--", *FLAGS.split(), *experts.split()))["gpus"] == 16
 
 
 def test_flags_that_are_not_weighed_are_named():
@@ -244,13 +255,50 @@ def test_an_attention_that_flags_leave_open_is_named():
     said = "--deterministic-mode without --attention-backend"
     assert said in run(flags=f"{FLAGS} --deterministic-mode")
     assert said not in run(flags=f"{FLAGS} --deterministic-mode --attention-backend unfused")
+    assert said not in run(flags=f"{FLAGS} --deterministic-mode", cluster=CLUSTER | {"gpu": "h100-80gb"})
+
+
+def test_attention_that_flags_leave_open_is_why_nothing_fits():
+    """What is said to be needed is more than there is room for."""
+    long = "--seq-length 65536 --max-position-embeddings 65536 --attention-dropout 0"
+    flags = [*FLAGS.split(), *long.split(), "--deterministic-mode"]
+    with pytest.raises(ConfigError) as caught:
+        pays("--gpus", "1", "--", *flags)
+    needed, most, room = map(float, re.findall(r"([0-9.]+) GiB", str(caught.value)))
+    assert needed < room < most
+    assert "with unfused attention, which --attention-backend can exclude" in str(caught.value)
+    assert "An iteration takes" in pays("--gpus", "1", "--gpu", "h100-80gb", "--", *flags)
+    assert "An iteration takes" in pays("--gpus", "1", "--", *flags, "--attention-backend", "flash")
 
 
 def test_stages_of_unlike_layers_are_named():
     lines = run("--top", "1", flags=f"{FLAGS} --num-layers 30 --pipeline-model-parallel-size 4").splitlines()
     assert lines[3] == "Row 1: its virtual stages have 1 to 2 layers, the last 1."
     alone = f"{FLAGS} --num-layers 30 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1"
-    assert ": the first of its stages has 7 layers, the last 7.\n" in run("--top", "9", flags=alone)
+    assert ": of its stages, the first has 7 layers, the last has 7 layers.\n" in run("--top", "9", flags=alone)
+    one = run("--top", "9", flags=f"{alone} --decoder-last-pipeline-num-layers 3")
+    assert ": of its stages, the last has 3 layers.\n" in one
+
+
+def test_layers_of_the_ends_hold(folder):
+    """As Megatron has it, those between are divided evenly, and each rank's among its virtual stages."""
+    layout = f"{FLAGS} --num-layers 14 --pipeline-model-parallel-size 4"
+    ends = "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4"
+    both = json.loads(pays("--json", "--", *layout.split(), *ends.split()))
+    virtual = "--num-virtual-stages-per-pipeline-rank 2"
+    assert json.loads(pays("--json", "--", *layout.split(), *ends.split(), *virtual.split()))["iteration_s"] > 0
+    run("--json", "o.json", flags=f"{layout} {ends} --micro-batch-size 1")
+    best = json.loads((folder / "o.json").read_text())["best"]
+    assert {one["parallel"]["first_layers"] for one in best} == {2}
+    assert {one["parallel"]["chunks"] for one in best} == {1, 2}
+    assert both["iteration_s"] >= min(one["iteration_s"] for one in best)
+    for wrong, said in {
+        "--decoder-first-pipeline-num-layers 3": "first_layers is 3 and last_layers is None; expected them to leave",
+        f"{ends} {virtual} --num-layers 12": "not 6 of 12",
+        f"{ends} --num-layers-per-virtual-pipeline-stage 1": "--num-virtual-stages-per-pipeline-rank in its place",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            pays("--", *layout.split(), *wrong.split())
 
 
 def test_layers_that_megatron_cannot_divide_do_not_pay():

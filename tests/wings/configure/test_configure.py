@@ -508,7 +508,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --multi-latent-attention --v-head-dim x", "--v-head-dim is 'x': expected a whole number above 0"),
         (FLAGS + " --num-experts 2 --moe-layer-freq [1]*1+[0]*1", "expected 1, or layers without experts before all"),
         (FLAGS + " --recompute-modules mlp", "--recompute-modules has mlp: expected --disable-bias-linear with it"),
-        (FLAGS + " --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
+        (FLAGS + " --group-query-attention --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
         ("12 " + FLAGS, "'12' belongs to no flag"),
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
         (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),
@@ -525,6 +525,9 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --recompute-method block", "without --recompute-num-layers; expected both"),
         (FLAGS + " --recompute-method block --recompute-num-layers 1", "without --recompute-granularity full"),
         (FLAGS + " --optimizer sgd", "'sgd': expected adam"),
+        (FLAGS + " --overlap-param-gather", "--overlap-param-gather without --overlap-grad-reduce; expected both"),
+        (FLAGS + " --num-query-groups 2", "--num-query-groups without --group-query-attention; expected both"),
+        (FLAGS + " --max-position-embeddings 8", "--max-position-embeddings is 8: expected at least --seq-length"),
         *(
             (f"{FLAGS} {flag}", f"{flag.split()[0]}: .* is not weighed")
             for flag in (
@@ -532,6 +535,9 @@ def test_when_nothing_fits_it_says_what_excludes_all():
                 "--fp4-format e2m1",
                 "--optimizer-cpu-offload",
                 "--fine-grained-activation-offloading",
+                "--decoder-num-layers 4",
+                "--step-batch-size-schedule 0:16",
+                "--perform-rl-step",
             )
         ),
     ],
@@ -549,12 +555,16 @@ def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
     wide = read_flags([*FLAGS.split(), "--kv-channels", "128"]).model
     assert (wide.query_width, wide.attention_parameters) == (2 * plain.hidden, 2 * plain.attention_parameters)
     assert read_flags([*FLAGS.split(), "--swiglu"]).model.ffn == 1344  # two thirds, a multiple of 64
+    gated = read_flags([*FLAGS.split(), "--quick-geglu"]).model
+    assert (gated.ffn, gated.mlp_parameters) == (plain.ffn, plain.mlp_parameters * 3 // 2)
+    assert read_flags([*FLAGS.split(), "--group-query-attention"]).model.groups == 1  # Megatron's default
+    assert read_flags([*FLAGS.split(), "--num-query-groups", "2"], ran=True).model == plain
 
 
 def test_flags_are_neutral_or_named_as_not_weighed():
     neutral = "--lr 1e-3 --save x --data-path a b --attention-backend flash --tensorboard-dir t --fill-jobs jobs.yaml"
     assert read_flags([*FLAGS.split(), *neutral.split()]).ignored == ()
-    counted = "--no-gradient-accumulation-fusion --moe-grouped-gemm"
+    counted = "--no-gradient-accumulation-fusion --moe-grouped-gemm --attention-softmax-in-fp32 --spec local"
     assert read_flags([*FLAGS.split(), *counted.split()]).ignored == ()
     given = "--expert-tensor-parallel-size 1 --use-precision-aware-optimizer"
     found = read_flags([*FLAGS.split(), *given.split(), "--use-precision-aware-optimizer"])
@@ -623,7 +633,7 @@ def test_a_tokenizer_of_berts_says_that_the_model_has_its_heads():
 
 
 def test_a_run_may_have_flags_of_its_own_script():
-    assert read_flags([*FLAGS.split(), "--its-own", "3"], ends=True).ignored == ("--its-own",)
+    assert read_flags([*FLAGS.split(), "--its-own", "3"], ran=True).ignored == ("--its-own",)
 
 
 @pytest.mark.parametrize(

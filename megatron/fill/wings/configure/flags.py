@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure.known import check_name, is_neutral
+from megatron.fill.wings.configure.known import check_name, check_together, is_neutral
 from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 
@@ -37,7 +37,15 @@ _LATENT = {  # of multi-latent attention, with Megatron's defaults
 }
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
 _EXPERT_WIDTH, _PATTERN = "--moe-ffn-hidden-size", "--moe-layer-freq"
-_NUMBERS = ("--global-batch-size", "--make-vocab-size-divisible-by", "--padded-vocab-size", _EXPERT_WIDTH, *_LATENT)
+_POSITIONS = "--max-position-embeddings"
+_NUMBERS = (
+    _POSITIONS,
+    "--global-batch-size",
+    "--make-vocab-size-divisible-by",
+    "--padded-vocab-size",
+    _EXPERT_WIDTH,
+    *_LATENT,
+)
 _LAYOUT = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",
@@ -100,12 +108,12 @@ class Training:
         return -(-self.model.vocabulary // unit) * unit
 
 
-def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
+def read_flags(tokens: Sequence[str], ran: bool = False) -> Training:
     """Read a training from Megatron's flags.
 
     Args:
-        ends: True if they are those of a training that ran: they may set the layers of the first and the last stage,
-            and its script may have had flags of its own.
+        ran: True if they are those of a training that ran: its script may have had flags of its own, and its ranks
+            another order.
 
     Raises:
         ConfigError: naming the flag, its value, and what was expected.
@@ -115,12 +123,12 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     others: list[str] = []
     given = _pairs(tokens)
     block = (_RECOMPUTE[0], ["block"]) in given
-    layout = _LAYOUT | _ENDS if ends else _LAYOUT
+    layout = _LAYOUT | _ENDS
     ignored: list[str] = []
     pattern = "1"
     later: int | None = None
     for flag, value in given:
-        if not ends:
+        if not ran:
             check_name(flag)
         if flag in _MODEL or flag in _NUMBERS:
             values[flag] = _number(flag, value)
@@ -143,7 +151,7 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
             continue
         elif flag == _PATTERN:
             pattern = " ".join(value or ())
-        elif flag == _RANK_ORDER and ends:
+        elif flag == _RANK_ORDER and ran:
             pass  # it decides links, not memory
         elif not is_neutral(flag, " ".join(value or ())) and not (flag == _RECOMPUTE[1] and block):
             ignored.append(flag)
@@ -162,7 +170,13 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
                 f"{flag} is missing; expected Megatron's flags of the model and --global-batch-size{unless}"
             )
     names = {flag for flag, _ in given}
+    if not ran:
+        check_together(names)
     fields: dict[str, Any] = {name: values[flag] for flag, name in _MODEL.items() if flag in values}
+    if "--group-query-attention" not in names:
+        fields.pop("query_groups", None)  # as in Megatron
+    else:
+        fields.setdefault("query_groups", 1)  # Megatron's default
     if "experts" in fields:
         fields.setdefault("experts_per_token", min(2, fields["experts"]))  # Megatron's default
     if "--swiglu" in names and "ffn_hidden" not in fields:  # Megatron's default: as many parameters as without a gate
@@ -171,6 +185,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     if _EXPERT_WIDTH in values and "experts" in fields:
         fields["dense_ffn"] = fields.get("ffn_hidden", 4 * fields["hidden"]) if fields["dense_layers"] else 0
         fields["ffn_hidden"] = values[_EXPERT_WIDTH]
+    if (most := values.get(_POSITIONS, fields["sequence"])) < fields["sequence"]:
+        raise ConfigError(f"{_POSITIONS} is {most}: expected at least --seq-length, {fields['sequence']}")
     if _LATENT_FLAG in names:
         widths = {name: values.get(flag, default) for flag, (name, default) in _LATENT.items()}
         fields["latent"] = Latent(**widths)
@@ -184,6 +200,11 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         raise ConfigError(
             f"{_MODULES} has mlp: expected --disable-bias-linear with it, as the backward pass of an MLP that is "
             "computed again and has biases never ends in Megatron"
+        )
+    if "chunk_layers" in fixed and not fixed.keys().isdisjoint(_ENDS.values()):
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage with {' or '.join(_ENDS)}: expected "
+            "--num-virtual-stages-per-pipeline-rank in its place"
         )
     if "chunk_layers" in fixed:
         per_chunk = fixed.pop("chunk_layers")
@@ -201,7 +222,7 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     try:
         model = ModelSpec(
             **fields,
-            swiglu="--swiglu" in names,
+            swiglu=not names.isdisjoint(("--swiglu", "--quick-geglu")),
             tied_embeddings="--untie-embeddings-and-output-weights" not in names,
         )
     except ValueError as error:

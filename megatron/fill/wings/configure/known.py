@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -12,8 +13,10 @@ from megatron.fill.errors import ConfigError
 # Refused: the figures would be those of another training.
 _REFUSED = {
     "--moe-latent-size": "experts of another width than the hidden size",
-    "--decoder-first-pipeline-num-layers": "layers given by hand",
-    "--decoder-last-pipeline-num-layers": "layers given by hand",
+    "--decoder-num-layers": "an encoder with a decoder (T5)",
+    "--decoder-seq-length": "an encoder with a decoder (T5)",
+    "--img-h": "a model of images",
+    "--perform-rl-step": "reinforcement learning",
     "--use-tp-pp-dp-mapping": "another order of ranks",
     "--fp4-format": "FP4",
     "--use-torch-fsdp2": "FSDP",
@@ -29,7 +32,14 @@ _REFUSED = {
     "--cpu-offloading-num-layers": "activations on the CPU",
     "--fine-grained-activation-offloading": "activations on the CPU",
     "--rampup-batch-size": "a batch that grows",
+    "--step-batch-size-schedule": "a batch that grows",
     "--yaml-cfg": "a file in the place of flags",
+}
+# Flags that Megatron refuses without another, or does not look at.
+_WITH = {
+    "--num-query-groups": "--group-query-attention",
+    "--overlap-param-gather": "--overlap-grad-reduce",
+    "--fp8-param-gather": "--fp8-format",
 }
 # Flags that are neutral with the one value that is counted.
 _COUNTED = {
@@ -38,28 +48,34 @@ _COUNTED = {
 _NEUTRAL = re.compile(
     "--(?:"
     # the model, its numbers and its precision, as far as they are counted
-    "bf16|fp16|grad-reduce-in-bf16|swiglu|untie-embeddings-and-output-weights|position-embedding-type|use-rotary-position-embeddings|"
+    "bf16|fp16|grad-reduce-in-bf16|swiglu|quick-geglu|normalization|apply-layernorm-1p|"
+    "untie-embeddings-and-output-weights|position-embedding-type|no-position-embedding|use-rotary-position-embeddings|"
     "transformer-impl|attention-backend|use-flash-attn|deterministic-mode|no-create-attention-mask-in-dataloader|"
     "defer-embedding-wgrad-compute|wgrad-deferral-limit|cross-entropy-loss-fusion|cross-entropy-fusion-impl|"
-    "no-masked-softmax-fusion|no-gradient-accumulation-fusion|moe-grouped-gemm|"
+    "attention-softmax-in-fp32|no-masked-softmax-fusion|no-gradient-accumulation-fusion|moe-grouped-gemm|"
     "cuda-graph-(?:impl|modules|scope|warmup-steps)|moe-flex-dispatcher-backend|"
     "overlap-grad-reduce|overlap-param-gather|tp-comm-overlap|overlap-moe-expert-parallel-comm|"
     "bert-no-binary-head|max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
     "make-vocab-size-divisible-by|padded-vocab-size|norm-epsilon|rotary-.*|rope-.*|use-rope-scaling|init-method-.*|"
     # data and tokenizers
     "(?:train-|valid-|test-)?data-path|data-cache-path|(?:data|per-split-data)-args-path|mock-data|split|dataloader-.*|"
-    "num-workers|num-dataset-builder-threads|no-mmap-bin-files|tokenizer-.*|vocab-file|merge-file|tiktoken-.*|"
+    "num-workers|num-dataset-builder-threads|fim-.*|trust-remote-code|no-mmap-bin-files|tokenizer-.*|vocab-file|merge-file|tiktoken-.*|"
     "null-tokenizer-.*|"
     # learning
     "lr|lr-.*|min-lr|decoupled-.*|(?:start-|end-)?weight-decay.*|adam-.*|clip-grad|seed|finetune|override-.*|"
-    "train-iters|train-samples|eval-.*|data-parallel-random-init|(?:initial-|min-)?loss-scale.*|hysteresis|"
+    "train-iters|train-samples|eval-.*|data-parallel-random-init|calculate-per-token-loss|"
+    "(?:initial-|min-)?loss-scale.*|hysteresis|"
     "multi-latent-attention|fp8-.*|mtp-loss-scaling-factor|mscale|mscale-all-dim|"
-    "moe-aux-loss-coeff|moe-z-loss-coeff|moe-router-load-balancing-type|"
+    "moe-aux-loss-coeff|moe-z-loss-coeff|moe-router-load-balancing-type|moe-router-(?:pre-softmax|score-function)|"
+    "moe-router-(?:topk-scaling-factor|enable-expert-bias|bias-update-rate)|use-mup|mup-.*|"
     # checkpoints, logs and the process
-    "save|save-.*|load|load-.*|no-(?:save|load)-.*|ckpt-.*|dist-ckpt-.*|async-.*|non-persistent-.*|use-checkpoint-.*|"
+    "save|save-.*|load|load-.*|no-(?:save|load)-.*|ckpt-.*|no-ckpt-fully-parallel-save|use-persistent-ckpt-worker|"
+    "dist-ckpt-.*|async-.*|non-persistent-.*|use-checkpoint-.*|"
     "auto-detect-ckpt-format|pretrained-checkpoint|log-.*|tensorboard-.*|wandb-.*|.*one-logger.*|timing-log-.*|"
+    "profile|profile-(?:step-start|step-end|ranks)|straggler-minmax-count|verify-integrity|"
     "logging-level|app-tag-.*|exit-.*|distributed-(?:backend|timeout-.*)|local-rank|use-cpu-initialization|"
-    "use-mcore-models|manual-gc.*|rerun-mode|check-for-.*|no-check-for-nan-in-loss-and-grad|disable-msc|"
+    "use-mcore-models|manual-gc.*|rerun-mode|check-for-.*|no-check-for-nan-in-loss-and-grad|disable-msc|disable-gloo-process-groups|"
+    "enable-experimental|error-injection-.*|test-mode|te-rng-tracker|"
     "fill-.*)"
 )
 
@@ -76,11 +92,24 @@ def is_neutral(flag: str, value: str | None) -> bool:
         raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected adam, whose memory alone is counted")
     if flag == "--recompute-method" and value not in ("uniform", "block"):
         raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected uniform or block")
+    if flag == "--spec":
+        return value == "local"
     if flag == "--moe-token-dispatcher-type":
         return value in ("alltoall", "flex")
     if flag in _COUNTED:
         return value == _COUNTED[flag]
     return flag in ("--optimizer", "--recompute-method") or _NEUTRAL.fullmatch(flag) is not None
+
+
+def check_together(given: Collection[str]) -> None:
+    """Check that flags which have no effect alone are not.
+
+    Raises:
+        ConfigError: one is; the message names the other.
+    """
+    for flag, other in _WITH.items():
+        if flag in given and other not in given:
+            raise ConfigError(f"{flag} without {other}; expected both, or neither")
 
 
 def check_name(flag: str) -> None:

@@ -198,7 +198,7 @@ def flags_of_run(folder: Path, command: str) -> Training:
     tokens = shlex.split(command)
     first = next((at for at, token in enumerate(tokens) if token.startswith("--")), len(tokens))
     try:
-        return read_flags(tokens[first:], ends=True)
+        return read_flags(tokens[first:], ran=True)
     except ConfigError as error:
         raise ConfigError(f"{folder}: the command of the run: {error}") from error
 

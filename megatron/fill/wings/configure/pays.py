@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
     fixed: dict[str, Any] = dict.fromkeys(_ONE, 1) | {"recompute": Recompute.NONE} | dict(training.fixed)
     stages = fixed["pp"] * fixed["chunks"]
     counted = training.model.layers + sum(name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
-    if counted % stages and "stage_layers" not in fixed:
+    if counted % stages and fixed.keys().isdisjoint(("stage_layers", "first_layers", "last_layers")):
         raise ConfigError(
             f"--num-layers is {training.model.layers}: expected a multiple of the {stages} stages, virtual ones "
             "included, among which Megatron divides the layers"
         )
-    count = gpus or fixed["tp"] * fixed["pp"] * fixed["cp"]
+    experts = fixed["ep"] * fixed.get("expert_tp", fixed["tp"]) if fixed["ep"] > 1 else 1
+    count = gpus or fixed["pp"] * lcm(fixed["tp"] * fixed["cp"], experts)
     node = min(NETWORKS[network].gpus_per_node, count)
     if count % node:
         raise ConfigError(f"--gpus is {count}: expected a multiple of the {node} of a node")

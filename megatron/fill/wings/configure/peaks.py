@@ -84,7 +84,7 @@ def laid_out(flags: Sequence[str], gpus: int) -> tuple[ModelSpec, Parallel]:
     Raises:
         ConfigError: naming the flag, its value, and what was expected.
     """
-    training = read_flags(flags, ends=True)
+    training = read_flags(flags, ran=True)
     fixed: dict[str, Any] = {"recompute": Recompute.NONE} | dict(training.fixed)
     tp, pp, cp = (fixed.get(name, 1) for name in ("tp", "pp", "cp"))
     if gpus % (tp * pp * cp):

@@ -26,7 +26,7 @@ from megatron.fill.wings.configure.overlap import recomputations
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.configure.room import Margins, least_bytes, margins, memory
 from megatron.fill.wings.configure.space import layouts, padded
-from megatron.fill.wings.mainjob.hardware import GIB
+from megatron.fill.wings.mainjob.hardware import GIB, GpuKind
 from megatron.fill.wings.mainjob.memory import StageMemory
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
@@ -99,6 +99,22 @@ class Found:
     excluded: Counter[str]
 
 
+_ALWAYS_DETERMINISTIC = 9  # compute capability from which each of Transformer Engine's flash kernels is deterministic
+
+
+def decided(model: ModelSpec, gpu: GpuKind) -> ModelSpec:
+    """The model with the attention that Transformer Engine takes on these GPUs, where it depends on them.
+
+    Deterministic, it leaves out cuDNN's flash attention before Hopper, and takes the library's if it is there and is
+    2.4.1 or later (Transformer Engine's ``get_attention_backend``).
+    """
+    if not gpu.flash_attention:
+        return unfused(model)
+    if gpu.capability >= _ALWAYS_DETERMINISTIC:
+        return replace(model, kernels=replace(model.kernels, undecided=False))
+    return model
+
+
 def unfused(model: ModelSpec) -> ModelSpec:
     """The model with attention that keeps its scores."""
     return replace(model, kernels=replace(model.kernels, flash=False, turned=False, undecided=False))
@@ -138,9 +154,7 @@ class Evaluator:
         model = padded(self.training, tp)
         if self.cluster.gpu.fp8_any_order and model.kernels.fp8_per_tensor:
             model = replace(model, kernels=replace(model.kernels, fp8_copies=1))
-        if self.cluster.gpu.flash_attention:
-            return model
-        return unfused(model)
+        return decided(model, self.cluster.gpu)
 
     def least_bytes(self, its: Parallel) -> int:
         """Least bytes that the fullest GPU holds."""
@@ -166,15 +180,18 @@ class Evaluator:
     def proposal(self, times: Iteration, order: Sequence[int] | None = None) -> Proposal | None:
         """It timed; None if it does not fit after all."""
         its = times.parallel
-        held = memory(self._models[its.tp], its)
-        if self.correction is not None:
-            held = self.correction.corrected(self._models[its.tp], its, held)
-        most = max(one.total_bytes for one in held)
-        interval = self._interval(its, most)
-        if interval.most_bytes(most) > self.cluster.room_bytes:
+        held, interval = self.held(its)
+        if interval.most_bytes(max(one.total_bytes for one in held)) > self.cluster.room_bytes:
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
         return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes, interval)
+
+    def held(self, its: Parallel) -> tuple[tuple[StageMemory, ...], Margins]:
+        """Memory of a GPU of each stage, and the interval of the fullest one's peak."""
+        held = memory(self._models[its.tp], its)
+        if self.correction is not None:
+            held = self.correction.corrected(self._models[its.tp], its, held)
+        return held, self._interval(its, max(one.total_bytes for one in held))
 
     def _interval(self, its: Parallel, peak_bytes: int) -> Margins:
         """The interval of a layout's peak, up to that of unfused attention where flags leave it open."""
@@ -255,15 +272,23 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
     cluster = evaluator.cluster
     head = f"no configuration of these flags fits {gpus} x {cluster.gpu.name}"
     if excluded[_MEMORY]:
-        others: Counter[str] = Counter()
-        least = min(
-            evaluator.least_bytes(replace(its, recompute=evaluator.kinds[-1]))
-            for its in layouts(evaluator.training, gpus, cluster.gpus_per_node, others)
+        tensors = evaluator.passes.tensors if evaluator.passes else range(1, cluster.gpus_per_node + 1)
+        its = min(
+            (
+                replace(one, recompute=evaluator.kinds[-1])
+                for one in layouts(evaluator.training, gpus, cluster.gpus_per_node, Counter())
+                if one.tp in tensors
+            ),
+            key=evaluator.least_bytes,
         )
+        held, interval = evaluator.held(its)
+        least = max(one.total_bytes for one in held)
+        most = interval.most_bytes(least)
+        why = "" if interval == evaluator.margins else " with unfused attention, which --attention-backend can exclude"
         return (
             f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs "
-            f"{least / GIB:.2f} GiB of a GPU, at most {evaluator.margins.most_bytes(least) / GIB:.2f} GiB; expected at "
-            f"most {cluster.room_bytes / GIB:.2f} GiB"
+            f"{least / GIB:.2f} GiB of a GPU, at most {most / GIB:.2f} GiB{why}; expected at most "
+            f"{cluster.room_bytes / GIB:.2f} GiB"
         )
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import gcd
 from typing import Any
 
 from megatron.fill.wings.configure.details import detailed
@@ -110,18 +111,21 @@ def _splits(model: ModelSpec, fixed: Mapping[str, Any], pp: int) -> dict[int, li
     counted = {"embedding_is_layer", "loss_is_layer"} & fixed.keys()
     layers = model.layers + len(counted)
     given = fixed.get("stage_layers")
-    ends = {} if counted or given else _uneven(layers, pp)
-    divided = pp == 1 or given or counted or {"first_layers", "last_layers"} & fixed.keys()
+    by_hand = {name: fixed[name] for name in ("first_layers", "last_layers") if name in fixed}
+    ends = by_hand or ({} if counted or given else _uneven(layers, pp))
+    divided = pp == 1 or given or counted or by_hand
     last = 0.0 if divided else _last_layers(model)
     chunks = [1, *(its for its in divisors(layers // pp) if its > 1)]
-    if ends:
+    if by_hand:
+        chunks = divisors(gcd(*by_hand.values()))
+    elif ends:
         chunks = [1] if divided else [its for its in _CHUNKS if its * pp <= layers]
     found: dict[int, list[dict[str, Any]]] = {}
     for chunk in _choices("chunks", chunks, fixed):
         found[chunk] = []
         if chunk > 1 and pp == 1:
             continue
-        if ends is not None and (chunk == 1 or (not ends and (given or layers % (pp * chunk) == 0))):
+        if ends is not None and (chunk == 1 or by_hand or (not ends and (given or layers % (pp * chunk) == 0))):
             found[chunk].append(ends | {"stage_layers": given})
         if not divided and (balanced := _balanced(layers, pp, chunk, last)) is not None:
             found[chunk].append({"stage_layers": balanced})

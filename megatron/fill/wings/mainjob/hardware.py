@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ class GpuKind:
         fp8_any_order: True if products take 8-bit numbers in either order, so that weights need no transposed copies.
         processors: number of processors that a product's tiles are shared out among; 0 to count none as idle.
         traffic: share of ``memory_bandwidth`` that kernels between products reach.
+        capability: its major compute capability, 9 for Hopper; 0 if it is not known.
     """
 
     name: str
@@ -39,6 +40,7 @@ class GpuKind:
     fp8_any_order: bool = False
     processors: int = 0
     traffic: float = 0.7
+    capability: int = 0
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
@@ -48,8 +50,9 @@ class GpuKind:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; expected a share from 0 to 1")
-        if self.processors < 0:
-            raise ValueError(f"processors is {self.processors}; expected at least 0")
+        for name in ("processors", "capability"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,9 @@ _H100_SUSTAINED = 0.667
 _C2C = 225e9  # half of a Grace CPU's NVLink-C2C, which two GPUs share
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet, A100 SXM"
+_A100_80GB = GpuKind(
+    "a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED, capability=8
+)
 _DGX_A100 = (
     "NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand; latency: vTrain's all-reduces of 1 MiB in a node of eight "
     "(trace/a100), 14 messages in 92 us"
@@ -119,11 +125,11 @@ _NVL72_ULTRA = "NVIDIA GB300 NVL72 data sheet: NVLink 1,800 GB/s both ways; 800 
 GPUS: dict[str, GpuKind] = {
     gpu.name: gpu
     for gpu in (
-        GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0),
-        GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0),
-        GpuKind("a100-40gb", 312e12, 40 * GIB, 1555e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED),
-        GpuKind("a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED),
-        GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, _H100, sustained=_H100_SUSTAINED),
+        GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0, capability=7),
+        GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0, capability=7),
+        replace(_A100_80GB, name="a100-40gb", memory_bytes=40 * GIB, memory_bandwidth=1555e9),
+        _A100_80GB,
+        GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, _H100, sustained=_H100_SUSTAINED, capability=9),
         GpuKind(
             "b200",
             2250e12,
@@ -135,6 +141,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
+            capability=10,
         ),
         GpuKind(
             "b300",
@@ -147,6 +154,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
+            capability=10,
         ),
         GpuKind(
             "gb200",
@@ -159,6 +167,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
+            capability=10,
         ),
         GpuKind(
             "gb300",
@@ -171,6 +180,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
+            capability=10,
         ),
         GpuKind(
             "rtx-6000-ada",
@@ -179,8 +189,17 @@ GPUS: dict[str, GpuKind] = {
             960e9,
             _PCIE4,
             "NVIDIA RTX 6000 Ada Generation data sheet: a quarter of its 1,457 TFLOPS, which are of FP8 and sparse",
+            capability=8,
         ),
-        GpuKind("rtx-3080", 59.5e12, 10 * GIB, 760e9, _PCIE4, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+        GpuKind(
+            "rtx-3080",
+            59.5e12,
+            10 * GIB,
+            760e9,
+            _PCIE4,
+            "NVIDIA Ampere GA102 GPU architecture whitepaper",
+            capability=8,
+        ),
     )
 }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.fill.wings.configure.room import Margins
     from megatron.fill.wings.configure.search import Proposal
     from megatron.fill.wings.configure.value import Objective, Valued
+    from megatron.fill.wings.mainjob.hardware import GpuKind
 
 _PAYS = 0.02  # share of the GPUs that fill work must be worth for filling to pay
 _OPEN = (
@@ -98,7 +99,7 @@ def configure(
     if len(choice.best) > 1:
         first, second = choice.best[:2]
         Console(highlight=False).print(f"Why row 1 before row 2: {why(first, second, training, there, passes)}.")
-    _print_ignored(training)
+    _print_ignored(training, there.gpu)
     for one in passes.profiles if passes else ():
         _print_untold(one)
     if json_path is not None:
@@ -133,6 +134,7 @@ def pays(
     from megatron.fill.cli.views import print_json
     from megatron.fill.wings.configure.flags import read_flags
     from megatron.fill.wings.configure.pays import figures
+    from megatron.fill.wings.mainjob.hardware import GPUS
 
     training = read_flags(flags)
     found = figures(training, gpus, gpu, network, schedule)
@@ -146,22 +148,25 @@ def pays(
         print(f"Inference of BERT-base in them does the work of {found.gpus_worth:.2f} GPUs ({worth:.1%}).")
     else:
         print(f"Filling does not pay: inference of BERT-base would do the work of {found.gpus_worth:.2f} GPUs in them.")
-        if schedule is None and (its.parallel.chunks > 1 or its.bubble_share < _PAYS):
+        if its.parallel.pp == 1:
+            print("A pipeline of one stage has no bubbles.")
+        elif schedule is None and (its.parallel.chunks > 1 or its.bubble_share < _PAYS):
             print("With virtual stages or many micro-batches, too little time is left between passes.")
-    _print_ignored(training)
+    _print_ignored(training, GPUS[gpu])
 
 
-def _print_ignored(training: Training) -> None:
+def _print_ignored(training: Training, gpu: GpuKind) -> None:
     """Print the flags that the figures leave out, and those with which they are known least."""
     from megatron.fill.wings.configure.details import detailed
     from megatron.fill.wings.configure.room import least_known
+    from megatron.fill.wings.configure.search import decided
 
     if training.ignored:
         print(f"Not weighed, though they change time or memory: {', '.join(training.ignored)}.")
     known = least_known(training.others)
     if known:
         print(f"Memory is known least with: {', '.join(_unsure(flag, its) for flag, its in known.items())}.")
-    if detailed(training.model, training.others).kernels.undecided:
+    if decided(detailed(training.model, training.others), gpu).kernels.undecided:
         print(_OPEN)
 
 
@@ -254,7 +259,8 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
     for number, one in enumerate(choice.best, 1):
         first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers
         if first is not None or last is not None:
-            print(f"Row {number}: the first of its stages has {first} layers, the last {last}.")
+            ends = [f"the {name} has {count} layers" for name, count in (("first", first), ("last", last)) if count]
+            print(f"Row {number}: of its stages, {', '.join(ends)}.")
         if (split := one.proposal.parallel.stage_layers) is not None:
             print(f"Row {number}: its virtual stages have {min(split)} to {max(split)} layers, the last {split[-1]}.")
     print(f"The best of {choice.configurations} configurations, {choice.timed} of which were timed.")
