@@ -68,18 +68,14 @@ class PrivatePostgres:
         """The URL of the same database by way of ``address``."""
         return url.replace("@/", f"@{self._address}/").partition("?")[0]
 
-    def new_database(self, like: str = "template1") -> str:
-        """The URL of a new database.
-
-        Args:
-            like: the database that it is a copy of, to which nobody is connected; by default it is empty.
-        """
+    def new_database(self) -> str:
+        """The URL of a new database, which is empty."""
         import psycopg
 
         self._databases += 1
         name = f"db{self._databases}"
         with psycopg.connect(f"host={self.folder} user=pipefill dbname=postgres", autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name} TEMPLATE {like}".encode())
+            connection.execute(f"CREATE DATABASE {name}".encode())
         return self.url(name)
 
     def pooled(self, url: str) -> str:

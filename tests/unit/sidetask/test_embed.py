@@ -41,6 +41,9 @@ def test_it_is_what_sentence_transformers_computes(tmp_path, folder):
 
 
 def test_interrupted_and_resumed_is_uninterrupted(tmp_path, folder):
+    for path in folder.glob("*.txt"):
+        if len(path.read_bytes()) > 400:  # the model is split for each length, at each beginning
+            path.unlink()
     args = {"folder": str(folder), "batch_sizes": [1], "pieces": 3, "part_rows": 4}
     drive(EmbedTexts, tmp_path / "whole", **args)
     state = None
@@ -49,11 +52,12 @@ def test_interrupted_and_resumed_is_uninterrupted(tmp_path, folder):
         machine = begin(EmbedTexts, tmp_path / "parts", state, **args)
         begun += 1
         try:
-            for _ in range(11):
+            for _ in range(7):
                 machine.run_next_step()
         except StopIteration:
             break
         state = machine.state_dict()
+    print("BEGUN", begun)
     assert begun >= 3
     whole, parts = read(tmp_path / "whole/embeddings.parquet"), read(tmp_path / "parts/embeddings.parquet")
     assert list(whole) == list(parts)
