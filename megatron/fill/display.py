@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
+_REPORT_COLUMNS = 80
 _CARET = 0x40  # ESC is shown as ^[
 
 
@@ -33,6 +34,14 @@ def console_of(pipe_width: int) -> Console:
 
     free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=pipe_width if free else None, highlight=False)
+
+
+def report_console() -> Console:
+    """Return a console for the report, whose tables lose figures below 80 columns; a narrow terminal wraps them."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.width >= _REPORT_COLUMNS else Console(width=_REPORT_COLUMNS)
 
 
 def plain_table(*headings: str, gap: int = 2, **style: Any) -> Table:

@@ -23,7 +23,7 @@ from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.records import Segment, Unwritten, note_failure
-from megatron.fill.store.location import locate, print_next, shown
+from megatron.fill.store.location import database_file, locate, print_next, shown
 from megatron.fill.store.states import current_states
 from megatron.fill.types import JobState, RankInfo
 
@@ -67,10 +67,14 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
     """
     if not note_failure(segment, rank):
         return
-    found = Counter(
-        "not submitted" if not job.what else str(job.state) if job.state.finished else "open"
-        for job in current_states(store, run_dir, False, names).values()
-    )
+    file = database_file(store)
+    if file is not None and not file.exists():  # its agent has not made it yet
+        found = Counter({"not submitted": len(names)})
+    else:
+        found = Counter(
+            "not submitted" if not job.what else str(job.state) if job.state.finished else "open"
+            for job in current_states(store, run_dir, False, names).values()
+        )
     ended = [f"{found[state]} {state}" for state in JobState if found[state]]
     where = shown(locate(store))
     said = [f"of its {len(names)} jobs {', '.join(ended)}"] if ended else []
@@ -80,7 +84,8 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
     elif not names or not found:
         said.append(f"jobs that have not ended are queued in the job store {where}")
     if found["not submitted"]:
-        said.append(f"{found['not submitted']} were not submitted yet; the next start in {run_dir} submits them")
+        those = "" if said else f" of its {len(names)} jobs"
+        said.append(f"{found['not submitted']}{those} were not submitted yet; the next start in {run_dir} submits them")
     # One write, so that output of other ranks does not break the line.
     after = f"; meanwhile they {alone}" if alone and (found["open"] or not names or not found) else ""
     os.write(1, f"PipeFill: the training has failed; {', '.join(said)}{after}\n".encode())
@@ -160,11 +165,10 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
     Raises:
         OSError, FillError: not all could be written, or there is nothing to report.
     """
-    from rich.console import Console
-
     from megatron.fill import report
+    from megatron.fill.display import report_console
 
-    console = Console()
+    console = report_console()
     if settings.profile_only:
         cycles = report.profile(segment, unwritten)
         report.print_cycle(cycles, console)

@@ -44,8 +44,7 @@ def report(
     It covers all segments, which are the starts of the training in this run folder. Writes report.json, trace.json and
     timeline.png there, as a training does that ends by itself; --json prints the first of them.
     """
-    from rich.console import Console
-
+    from megatron.fill.display import report_console
     from megatron.fill.records import SegmentEnding, last_segment
     from megatron.fill.report import compose, print_report
     from megatron.fill.report.compare import print_compared
@@ -74,10 +73,10 @@ def report(
         if as_json:
             print(report.model_dump_json(indent=2))
         else:
-            print_report(report, Console())
+            print_report(report, report_console())
 
     if compare is not None:
-        print_compared((str(compare), str(run)), made(compare), made(run), Console())
+        print_compared((str(compare), str(run)), made(compare), made(run), report_console())
         return
     made(run, show)
     if not as_json:

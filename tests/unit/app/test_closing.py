@@ -36,7 +36,7 @@ WHERE = "the job store postgresql+psycopg://ada:***@db/x"
             "it again",
         ),
         ([JobState.SUCCEEDED], "of its 1 jobs 1 SUCCEEDED"),
-        ([None, None], "2 were not submitted yet; the next start in {run} submits them"),
+        ([None, None], "2 of its 2 jobs were not submitted yet; the next start in {run} submits them"),
         ([], f"jobs that have not ended are queued in {WHERE}"),
     ],
 )
@@ -72,6 +72,14 @@ def test_a_store_that_cannot_be_asked_is_named_all_the_same(tmp_path, capfd, mon
     tell_of_jobs(STORE, tmp_path / "gone", tmp_path / "gone", 0, ["pi"])
     assert capfd.readouterr().out == (
         f"PipeFill: the training has failed; jobs that have not ended are queued in {WHERE}\n"
+    )
+
+
+def test_jobs_of_a_store_that_no_agent_has_made_yet_are_in_no_queue(tmp_path, capfd):
+    tell_of_jobs(str(tmp_path / "jobs.db"), tmp_path, tmp_path, 0, ["pi", "e"])
+    assert capfd.readouterr().out == (
+        "PipeFill: the training has failed; 2 of its 2 jobs were not submitted yet; the next start in "
+        f"{tmp_path} submits them\n"
     )
 
 

@@ -97,6 +97,14 @@ def test_without_the_store_it_is_what_the_records_say(pipefill, tmp_path):
     assert not (tmp_path / "gone.db").exists()
 
 
+def test_in_a_narrow_terminal_no_figure_is_cut(pipefill, tmp_path, monkeypatch):
+    ranks, _, _ = synthetic_run()
+    write_segment(tmp_path / "run", ranks)
+    _, wide, _ = pipefill("report", "run")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert pipefill("report", "run")[1] == wide
+
+
 def test_prices_are_those_of_the_run_unless_others_are_given(pipefill, tmp_path):
     ranks, workers, jobs = synthetic_run()
     attempts = [(replace(job, side_throughput=100.0), its) for job, its in zip(jobs, workers, strict=False)]
