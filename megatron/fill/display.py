@@ -105,9 +105,9 @@ def amount(value: float) -> str:
     return f"{value:.3g}"
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number of things, such as ``1 job`` or ``2 jobs``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: float, noun: str) -> str:
+    """Return a number of things, such as ``1 job`` or ``2.5 hours``."""
+    return f"{number:,.12g} {noun}{'' if number == 1 else 's'}"
 
 
 def one_line(text: str) -> str:

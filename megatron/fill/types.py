@@ -266,8 +266,15 @@ class Quota:
 
     def __str__(self) -> str:
         jobs = [] if self.jobs is None else [f"at most {self.jobs} running"]
-        hours = [] if self.device_hours is None else [f"{self.device_hours:g} device-hours in {self.days:g} days"]
-        return ", ".join(jobs + hours)
+        return ", ".join([*jobs, self.hours] if self.hours else jobs)
+
+    @property
+    def hours(self) -> str:
+        """The most device-hours, such as ``2 device-hours in 1 day``; "" for any number."""
+        if self.device_hours is None:
+            return ""
+        hours, days = ("" if number == 1 else "s" for number in (self.device_hours, self.days))
+        return f"{self.device_hours:g} device-hour{hours} in {self.days:g} day{days}"
 
 
 @dataclass(frozen=True, slots=True)

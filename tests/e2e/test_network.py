@@ -43,7 +43,7 @@ def test_every_ordered_pair_is_measured(measured):
     network = Network.load(folder / "n.json")  # which refuses pairs without figures
     assert [place.local_rank for place in network.ranks] == [0, 1, 2]
     assert network.backend == "gloo"
-    assert "measuring 3 ranks on 1 hosts over gloo: 3 rounds, 2 times" in output
+    assert "measuring 3 ranks on 1 host over gloo: 3 rounds, 2 times" in output
     assert "within a host  6" in output
     assert "all-reduce over" in output
     assert (folder / "n.png").stat().st_size > 1000

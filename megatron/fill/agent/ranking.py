@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill import untrusted
+from megatron.fill.display import counted
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.folders import PLAN
 from megatron.fill.pages.board import CycleBoardReader
@@ -324,12 +325,14 @@ def _quota_reasons(store: JobStore, quota: Quota) -> dict[str, str]:
     reasons: dict[str, str] = {}
     if quota.device_hours is not None:
         used_s = store.used_s(store.now_s() - quota.days * _DAY_S)
-        most = f"{quota.device_hours:g} device-hours in {quota.days:g} days"
-        reasons |= {user: f"has had {most}" for user, its in used_s.items() if its >= quota.device_hours * _HOUR_S}
+        reasons |= {
+            user: f"has had {quota.hours}" for user, its in used_s.items() if its >= quota.device_hours * _HOUR_S
+        }
     if quota.jobs is not None:
         running = Counter(job.user for job in store.list({JobState.RUNNING}))
-        most = f"{quota.jobs} job{'' if quota.jobs == 1 else 's'}"
-        reasons |= {user: f"runs {most}" for user, count in running.items() if count >= quota.jobs}
+        reasons |= {
+            user: f"runs {counted(quota.jobs, 'job')}" for user, count in running.items() if count >= quota.jobs
+        }
     return reasons
 
 

@@ -173,7 +173,7 @@ def test_a_user_has_no_more_than_the_quota():
     assert bench.store.get(ids["b"]).reason == ""
     bench.submit("e", user="bob")
     assert bench.wanted() == ["b", "d"]
-    assert bench.store.find("e").status == Status(JobState.QUEUED, Cause.QUOTA, "has had 1 device-hours in 2 days")
+    assert bench.store.find("e").status == Status(JobState.QUEUED, Cause.QUOTA, "has had 1 device-hour in 2 days")
 
 
 @pytest.fixture

@@ -200,6 +200,7 @@ def test_a_real_run_is_harvested_as_it_was():
     (one,) = json.loads(run(None, "--from", "report.json", "--json"))
     assert one["total"]["fill"] / one["total"]["bubble"] == pytest.approx(0.1, rel=1e-3)
     said = " ".join(run(None, "--from", "report.json").split())
+    assert " ".join(run(None, "--from", ".").split()) == said  # the run folder
     assert "harvested as in the run: 10.0%, where the planner's estimate is 90.0%" in said
     assert "Bubbles are 40.0% of all of the run's iterations; of the usual ones, which are repeated here, 25.0%" in said
 

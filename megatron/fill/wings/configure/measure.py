@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from megatron.fill.display import counted
 from megatron.fill.errors import NetworkError
 from megatron.fill.launcher import local_rank
 from megatron.fill.wings.configure.network import Place
@@ -86,8 +87,8 @@ def measure(
         wire = _Wire(backend, place.local_rank, max(sizes), limit)
         hosts = [its.host for its in places]
         if rank == 0:
-            many = f"{len(places)} ranks on {len(set(hosts))} hosts over {backend}"
-            say(f"measuring {many}: {len(rounds(hosts))} rounds, {repeats} times")
+            many = f"{counted(len(places), 'rank')} on {counted(len(set(hosts)), 'host')} over {backend}"
+            say(f"measuring {many}: {counted(len(rounds(hosts)), 'round')}, {counted(repeats, 'time')}")
         samples: Samples = {}
         for _ in range(repeats):
             _play(wire, rank, hosts, sizes, samples)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from megatron.fill.display import counted
 from megatron.fill.errors import GraphError
 from megatron.fill.pipeline.schedule import Op, Pass, execution_order
 from megatron.fill.wings.graph.cost import Cluster, Costs
@@ -248,7 +249,7 @@ class Plan:
         return ""
 
     def __str__(self) -> str:
-        count = f"{len(self.stages)} stage{'' if len(self.stages) == 1 else 's'}"
+        count = counted(len(self.stages), "stage")
         lines = [f"graph plan of {self.graph.name}: {self.batch} samples, {count}{', sequential' * self.sequential}:"]
         for number, its in enumerate(self.stages):
             shape = f"devices {say_ranges(its.devices)}, micro-batch {its.micro_batch}, {its.k}F{its.k}B"

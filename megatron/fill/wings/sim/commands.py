@@ -19,7 +19,7 @@ def simulate(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file: docs/simulator.md.")] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Instead: the report.json of a real run, to scale up."),
+        typer.Option("--from", metavar="RUN", help="Instead: a real run's folder, or its report.json, to scale up."),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", metavar="N", min=1, help="With --from: on how many devices.")
@@ -67,7 +67,7 @@ def simulate(
     elif config is None and report is not None:
         source, data, notes = from_report(report, gpus)
     else:
-        raise ConfigError("expected a CONFIG file, or --from with a report.json and perhaps --gpus")
+        raise ConfigError("expected a CONFIG file, or --from with a run folder and perhaps --gpus")
     sweeps = [parse_sweep(text) for text in sweep or ()]
     if schedule is not None:
         sweeps.append(("schedule", (str(schedule.resolve()),)))

@@ -15,6 +15,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.plainyaml import PlainYaml
 from megatron.fill.given.problems import Place, explain, shown
+from megatron.fill.report import REPORT
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.wings.sim.cluster.simulate import simulate
 from megatron.fill.wings.sim.config import FillConfig, SimulationConfig
@@ -65,9 +66,14 @@ def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml, list[st
 
     So much of a plan's work counts that the recorded devices harvest what the run did while it had jobs.
 
+    Args:
+        report: its ``report.json``, or the run folder with it.
+        gpus: number of GPUs; None for the recorded number.
+
     Returns:
         Its name, the configuration, and lines that say what is assumed.
     """
+    report = report / REPORT if report.is_dir() else report
     path = str(report.resolve())
     recorded: dict[str, Any] = {
         "duration": _WHAT_IF,

@@ -146,6 +146,7 @@ def _print_drift(old: Network, new: Network) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from megatron.fill.display import counted
     from megatron.fill.wings.configure.drift import LIMIT, again_days, drifts
 
     found = drifts(old, new)
@@ -159,4 +160,5 @@ def _print_drift(old: Network, new: Network) -> None:
     drifted = sum(one.surely > LIMIT for one in found)
     console.print(f"{drifted} of {len(found)} links have changed by more than {LIMIT:.0%} beyond their spread", end="")
     console.print(": choose configuration and order of ranks again" if drifted else "")
-    console.print(f"Measure again in {days:.2g} days: before a link changes by {LIMIT:.0%} at the rate of the fastest")
+    again = counted(float(f"{days:.2g}"), "day")
+    console.print(f"Measure again in {again}: before a link changes by {LIMIT:.0%} at the rate of the fastest")
