@@ -8,7 +8,8 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -21,12 +22,20 @@ def is_controller(config: pytest.Config) -> bool:
     return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
 
 
+def give_way(nice: str) -> None:
+    """Have the other tests' sessions come first: each of these processes leads one, a group for the scheduler."""
+    with suppress(OSError):  # a kernel without such groups, or who may not
+        Path("/proc/self/autogroup").write_text(nice, encoding="ascii")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep bytecode, and start the process that all workers are forked from, as are Pythons of their tests."""
     # pytest rewrites the assertions of 350 files: without their bytecode, every worker does so in every run.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     if not is_controller(config):
+        if nice := os.environ.pop("PIPEFILL_TEST_NICE", ""):
+            give_way(nice)
         gc.disable()  # until all tests are collected: the imports of torch and Megatron free next to nothing
         # A thousand calls of ``pipefill`` are run in these processes, and each would build all commands anew.
         typer.main.get_command = functools.cache(typer.main.get_command)

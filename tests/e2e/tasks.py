@@ -48,6 +48,14 @@ class Spin(SideTask):
         self.done = state["done"]
 
 
+class Naps(SideTask):
+    """Sleeps in each step: it fills a long wait without the core's time."""
+
+    def run_next_step(self) -> float:
+        time.sleep(0.001)
+        return 1.0
+
+
 class Timed(SideTask):
     """Keeps the time of each step in a file, as long as the step counts; resumable."""
 

@@ -114,7 +114,7 @@ def test_paired_blocks_and_baseline(tmp_path):
         running.wait_for_jobs(dict.fromkeys(["spin-0", "spin-1"], stepped))
         running.wait(lambda: len(list((tmp_path / "run").glob("records/*/settled/*"))) == 2)
         seen = len(running.output)
-        running.wait(lambda: sum(" iteration " in line for line in running.output[seen:]) >= 5 * 8)
+        running.wait(lambda: sum(" iteration " in line for line in running.output[seen:]) >= 4 * 8)
         trained = running.end()
     finally:
         running.process.kill()
@@ -208,12 +208,12 @@ def test_a_crash_leaves_nothing_behind(tmp_path, victim):
 
 def test_two_runs_share_a_store(tmp_path):
     """Both take jobs from it, whoever submitted them, and each job is run once."""
-    names = [f"{run}-{number}" for run in ("one", "two") for number in range(4)]
+    names = [f"{run}-{number}" for run in ("one", "two") for number in range(2)]
     runs = []
     for name in ("one", "two"):
         folder = tmp_path / name
         folder.mkdir()
-        jobs = write_jobs(folder, SPIN | {"name": name, "args": {"steps": 5}, "count": 4})
+        jobs = write_jobs(folder, SPIN | {"name": name, "args": {"steps": 5}, "count": 2})
         store = tmp_path / "shared.db"
         flags = f"{jobs} --fill-store {store} {settings(warmup_iterations=2, lease_seconds=60)}"
         runs.append(Running(folder, flags, store))

@@ -14,7 +14,7 @@ from tests.e2e.slow_storage import SAVE_S
 from tests.e2e.training import REST_MS, SCRIPT, Trained, train, write_jobs
 
 EVERY, ITERATIONS = 2, 24
-SPINS = {"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin"}
+NAPS = {"name": "a", "task": "tasks:Naps"}, {"name": "b", "task": "tasks:Naps"}
 SLOW = ("-m", "pipefill_patches", "tests/e2e/slow_storage.py", SCRIPT)
 FLAGS = f"--save {{folder}}/model --save-interval {EVERY} --ckpt-format torch --num-workers 0"
 
@@ -22,7 +22,7 @@ FLAGS = f"--save {{folder}}/model --save-interval {EVERY} --ckpt-format torch --
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder: Path = tmp_path_factory.mktemp("slow")
-    jobs = write_jobs(folder, *SPINS)
+    jobs = write_jobs(folder, *NAPS)
     return train(folder, f"{FLAGS} {jobs} --fill-max-slowdown 0", ITERATIONS, script=SLOW, rest_ms=REST_MS)
 
 
@@ -57,7 +57,7 @@ def test_waits_for_a_late_replica_are_filled_and_the_losses_stay(tmp_path):
     flags, found = "--pipeline-model-parallel-size 1 --num-workers 0", []
     for folder in (with_jobs, without):
         folder.mkdir()
-        jobs = f"{write_jobs(folder, *SPINS)} --fill-max-slowdown 0" if folder is with_jobs else ""
+        jobs = f"{write_jobs(folder, *NAPS)} --fill-max-slowdown 0" if folder is with_jobs else ""
         found.append(train(folder, f"{flags} {jobs}", 14, script=SLOW, rest_ms=REST_MS if jobs else 0))
     waits = outside(found[0], 0)["group"]
     assert waits["fillable_s"] >= waits["harvested_s"] > 0

@@ -29,7 +29,7 @@ from tests.parallelism.rows import (
 ROWS = {
     "tensor-sequence": Row(
         4,
-        f"{TENSOR} --sequence-parallel --num-layers 3 --decoder-first-pipeline-num-layers 1 "
+        f"{TENSOR} --global-batch-size 4 --sequence-parallel --num-layers 3 --decoder-first-pipeline-num-layers 1 "
         "--recompute-granularity selective --swiglu --position-embedding-type rope --group-query-attention "
         "--num-query-groups 2",
         {**SPLIT, **SEQUENCE, "layers": Stages([1], [2]), "calls.recomputed": AtLeast(1), "position_embedding": "rope"},
