@@ -82,7 +82,7 @@ def write_jobs(folder: Path) -> Path:
         },
         {
             "name": "minilm",
-            "task": "megatron.fill.sidetask.embed:EmbedTexts",
+            "task": "examples.tasks.embed:EmbedTexts",
             "args": {"folder": str(folder / "texts"), "batch_sizes": [8, 4], "pieces": 48},
         },
     ]

@@ -106,7 +106,6 @@ TORCH_FREE = [
     "sidetask",
     "sidetask.training",
     "sidetask.inference",
-    "sidetask.embed",
     "planner.search",
     "planner.draw",
     "scheduler.policies",

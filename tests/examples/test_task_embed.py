@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.fill.sidetask.embed import EmbedTexts, model_folder
+from examples.tasks.embed import EmbedTexts, model_folder
 from tests.support.drive import begin, drive, finish
 
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from examples.tasks.vision import ImageTraining
 from megatron.fill.sidetask.models import build_model
-from megatron.fill.sidetask.vision import ImageTraining
 from megatron.fill.worker import checkpoint
 from tests.support.drive import begin, drive, finish, task_of
 from tests.support.extras import needs
@@ -43,7 +43,7 @@ def test_it_learns_what_a_plain_loop_learns(tmp_path):
     task = drive(
         ImageTraining,
         tmp_path,
-        **TINY | {"data": "tests.unit.sidetask.test_task_vision:images", "data_args": {"count": 8}, "batch_size": 8},
+        **TINY | {"data": "tests.examples.test_task_vision:images", "data_args": {"count": 8}, "batch_size": 8},
         updates=3,
         seed=7,
     )
