@@ -85,12 +85,12 @@ def state_colour(state: JobState) -> str:
             return "yellow"
 
 
-def size(size_bytes: int) -> str:
+def size(size_bytes: float) -> str:
     """Return a number of bytes in the largest unit in which it is at least 1, with three digits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}" if size_bytes < 1000 * unit else f"{size_bytes / unit:.0f} {name}"
-    return f"{size_bytes} bytes"
+    return f"{size_bytes:.0f} bytes"
 
 
 def mib(size_bytes: int) -> str:
@@ -103,6 +103,11 @@ def amount(value: float) -> str:
     if value >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def percent(share: float | None, unknown: str = "-") -> str:
+    """Return a share as a percentage; ``unknown`` for None."""
+    return unknown if share is None else f"{share:.1%}"
 
 
 def counted(number: float, noun: str) -> str:

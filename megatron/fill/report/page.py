@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from megatron.fill.display import amount, one_line
+from megatron.fill.display import amount, one_line, percent
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
 from megatron.fill.records import Estimate, RankFiles
@@ -108,8 +108,8 @@ def _figures(report: Report, probed: Estimate | None) -> list[str]:
     done = states.count(JobState.SUCCEEDED)
     shown = [
         (f"{summary.iterations:,}", "iterations"),
-        (_percent(summary.bubble_share), "of the time in bubbles"),
-        (_percent(summary.harvest_ratio), "of fillable bubbles harvested"),
+        (percent(summary.bubble_share, "not known"), "of the time in bubbles"),
+        (percent(summary.harvest_ratio, "not known"), "of fillable bubbles harvested"),
         (slowdown, by),
         (f"{done} of {len(states)}", "jobs done"),
         (str(summary.brakes), "stops by the brake"),
@@ -218,10 +218,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: set[int])
 
     body = "".join(cells(row, "td") for row in rows)
     return f'<div class="scroll"><table>{cells(heads, "th")}{body}</table></div>'
-
-
-def _percent(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.1%}"
 
 
 def _slowdown(mean: float, low: float, high: float) -> str:

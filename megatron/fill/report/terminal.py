@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.fill.display import amount, counted, one_line, state_colour
+from megatron.fill.display import amount, counted, one_line, percent, state_colour
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
@@ -119,7 +119,7 @@ def _rank_cells(totals: Totals) -> list[str]:
     return [
         str(totals.iterations),
         _short(time.median_s * 1e3) if time else "-",
-        _percent(totals.bubble_share),
+        percent(totals.bubble_share),
         *(_short(totals.bubble_s.get(kind, 0.0)) for kind in PIPELINE_KINDS),
         "-" if totals.harvested_s is None else _short(totals.harvested_s),
         "-" if totals.harvest_ratio is None else f"{totals.harvest_ratio:.3f}",
@@ -322,15 +322,11 @@ def _cycle_table(title: str, bubbles: Sequence[CycleBubble]) -> Table:
             _milliseconds(bubble.p10_ms),
             _milliseconds(bubble.p90_ms),
             _milliseconds(bubble.offset_ms),
-            _percent(bubble.share),
+            percent(bubble.share),
             f"{bubble.free_bytes / _GIB:.1f}" if bubble.free_bytes else "-",
             str(bubble.count),
         )
     return table
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _short(value: float) -> str:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from megatron.fill.display import console_of, plain_table, size
 from megatron.fill.wings.graph.search import Found
 from megatron.fill.wings.graph.timeline import GraphTimeline
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _COLUMNS = 80  # if the output is not a terminal
 _LEAST = {"MEMORY": 9, "AFTER": 7}  # columns
@@ -22,7 +17,10 @@ def print_timeline(timeline: GraphTimeline) -> None:
     from rich.text import Text
 
     plan = timeline.plan
-    table = _table("STAGE>", "DEV>", "BATCH>", "ORDER", "FLIGHT>", "MEMORY>", "IDLE>", "AFTER", "OPERATORS")
+    heads = ">STAGE", ">DEV", ">BATCH", "<ORDER", ">FLIGHT", ">MEMORY", ">IDLE", "<AFTER", "<OPERATORS"
+    table = plain_table(*heads, gap=1)
+    for head, column in zip(heads, table.columns[:-1], strict=False):  # the last column is cut if a line is too long
+        column.min_width = _LEAST.get(head[1:], len(head) - 1)
     for number, stage in enumerate(plan.stages):
         ends = list(dict.fromkeys((stage.operators[0], stage.operators[-1])))
         cells = (
@@ -31,13 +29,13 @@ def print_timeline(timeline: GraphTimeline) -> None:
             str(stage.micro_batch),
             f"{stage.k}F{stage.k}B",
             str(stage.in_flight),
-            _size(plan.memory_bytes(number)),
+            size(plan.memory_bytes(number)),
             f"{timeline.bubble_share(number):.0%}",
             _few([str(before) for before in plan.predecessors(number)]) or "-",
             " … ".join(ends),
         )
         table.add_row(*map(Text, cells))
-    _console().print(table)
+    console_of(_COLUMNS).print(table)
     print(
         f"\n{len(plan.stages)} stages on {plan.devices} of {plan.cluster.devices} devices, {plan.depth} deep"
         f"{'; sequential' if plan.sequential else ''}"
@@ -74,7 +72,8 @@ def print_comparison(found: Mapping[str, Found], seconds: Mapping[str, float]) -
     """
     from rich.text import Text
 
-    table = _table("PLANNER", "ITERATION>", "SPEED>", "STAGES>", "DEEP>", "IDLE>", "MEMORY>", "SEARCH>")
+    heads = "<PLANNER", ">ITERATION", ">SPEED", ">STAGES", ">DEEP", ">IDLE", ">MEMORY", ">SEARCH"
+    table = plain_table(*heads, gap=1)
     first = next(iter(found.values())).timeline
     for name, its in found.items():
         plan, timeline = its.plan, its.timeline
@@ -85,43 +84,17 @@ def print_comparison(found: Mapping[str, Found], seconds: Mapping[str, float]) -
             str(len(plan.stages)),
             str(plan.depth),
             f"{timeline.bubble_share():.1%}",
-            _size(max(plan.memory_bytes(number) for number in range(len(plan.stages)))),
+            size(max(plan.memory_bytes(number) for number in range(len(plan.stages)))),
             _time(seconds[name]),
         )
         table.add_row(*map(Text, cells))
     print()
-    _console().print(table)
+    console_of(_COLUMNS).print(table)
     print("\nSPEED: against the first; MEMORY: the most of a device")
-
-
-def _table(*columns: str) -> Table:
-    """Return a table with these columns; ``>`` marks numeric ones.  The last column is cut if a line is too long."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        name = column.removesuffix(">")
-        least = _LEAST.get(name, len(name))
-        table.add_column(name, justify="left" if name == column else "right", no_wrap=True, min_width=least)
-    table.columns[-1].overflow = "ellipsis"
-    return table
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else _COLUMNS, highlight=False)
 
 
 def _few(names: list[str]) -> str:
     return " ".join(names) if len(names) <= 3 else f"{names[0]} {names[1]} … {names[-1]}"
-
-
-def _size(size: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size:.0f} B"
 
 
 def _time(seconds: float) -> str:

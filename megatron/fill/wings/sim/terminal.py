@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from megatron.fill.display import percent, plain_table
 from megatron.fill.linux.files import replacing
 from megatron.fill.wings.sim.results import Completion, SimResult, UseOfTime, short_names
 
@@ -23,13 +23,14 @@ def print_result(result: SimResult, console: Console | None = None) -> None:
     console.print(
         f"{duration(result.duration_s)} of {result.total.devices:,} devices, {jobs:,} fill jobs, policy {result.policy}"
     )
-    uses = _table("DEVICES", "COUNT", "MAIN", "FILL", "UNUSED", "DOWN", "BUBBLES", "GPUS'\nWORTH", "GAIN")
+    heads = "COUNT", "MAIN", "FILL", "UNUSED", "DOWN", "BUBBLES", "GPUS'\nWORTH", "GAIN"
+    uses = plain_table("DEVICES", *(f">{head}" for head in heads), gap=1)
     for use in (result.total, *result.groups[:_MOST_GROUPS]):
         uses.add_row(escape(use.name), f"{use.devices:,}", *_use_cells(use))
     console.print(uses)
     if len(result.groups) > _MOST_GROUPS:
         console.print(f"... and {len(result.groups) - _MOST_GROUPS} more groups of devices (--json has them all)")
-    kinds = _table("KIND", "JOBS", "DONE", "FAILED", "MEDIAN", "95%", "GPUS'\nWORTH")
+    kinds = plain_table("KIND", ">JOBS", ">DONE", ">FAILED", ">MEDIAN", ">95%", ">GPUS'\nWORTH", gap=1)
     for kind in result.kinds:
         if kind.jobs:
             row = (f"{kind.jobs:,}", f"{kind.succeeded:,}", f"{kind.failed:,}", *_completion_cells(kind.completion))
@@ -45,17 +46,9 @@ def print_comparison(results: Sequence[SimResult], console: Console | None = Non
     """Print a line per simulation."""
     console = console or Console(highlight=False)
     swept = list(results[0].what)
-    table = _table(
-        *(name.upper() for name in short_names(swept).values()),
-        "POLICY",
-        "MAIN",
-        "FILL",
-        "BUBBLES",
-        "GPUS'\nWORTH",
-        text=0,
-    )
-    for name in ("MEDIAN", "95%", "DUE\nMET", "SAVED\nA DAY"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = *short_names(swept).values(), "policy", "main", "fill", "bubbles", "GPUs'\nworth"
+    heads = *heads, "median", "95%", "due\nmet", "saved\na day"
+    table = plain_table(*(f">{head.upper()}" for head in heads), gap=1)
     for one in results:
         due, met = one.deadlines
         total = one.total
@@ -64,7 +57,7 @@ def print_comparison(results: Sequence[SimResult], console: Console | None = Non
             escape(one.policy),
             f"{total.main:.1%}",
             f"{total.fill:.1%}",
-            _share(total.bubble),
+            percent(total.bubble),
             count(total.gpus_worth),
             *_completion_cells(one.completion),
             f"{met / due:.0%}" if due else "-",
@@ -148,23 +141,8 @@ def _use_cells(use: UseOfTime) -> tuple[str, ...]:
     unused = max(0.0, 1 - use.main - use.fill - use.down - use.idle)
     gain = "-" if use.gain is None else f"+{use.gain:.0%}"
     shares = (use.main, use.fill, unused, use.down)
-    return (*(f"{share:.1%}" for share in shares), _share(use.bubble), count(use.gpus_worth), gain)
+    return (*(f"{share:.1%}" for share in shares), percent(use.bubble), count(use.gpus_worth), gain)
 
 
 def _completion_cells(completion: Completion | None) -> tuple[str, str]:
     return ("-", "-") if completion is None else (duration(completion.median_s), duration(completion.p95_s))
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _table(*headings: str, text: int = 1) -> Table:
-    """Return a table whose columns are numeric except for the first ``text``."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for at, heading in enumerate(headings):
-        if at < text:
-            table.add_column(heading, overflow="fold", min_width=10)
-        else:
-            table.add_column(heading, justify="right", no_wrap=True)
-    return table

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron.fill.cli.options import Json, check_writable
+from megatron.fill.display import plain_table
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -235,16 +236,13 @@ def _gib(its: Proposal) -> str:
 
 def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error: float) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from megatron.fill.wings.configure.ranked import ranks
 
     priced = cluster.price_per_gpu_hour is not None
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     headings = ["#", "GPUS", "TP", "PP", "VPP", "DP", "CP", "EP", "MB", "RECOMPUTE"]
     headings += ["TIME\nS", "MEMORY\nGIB", "BUBBLE\nSHARE", "FILL\nGPUS", *(["COST\n/ITER"] if priced else [])]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "RECOMPUTE" else "right", no_wrap=True)
+    table = plain_table(*(f"{'<' if heading == 'RECOMPUTE' else '>'}{heading}" for heading in headings), gap=1)
     main = objective == "main"
     ranked = ranks([one.proposal.iteration_s if main else one.net_gpu_s for one in choice.best], error)
     for rank, one in zip(ranked, choice.best, strict=True):

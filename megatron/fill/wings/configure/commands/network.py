@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megatron.fill.cli.options import check_writable
+from megatron.fill.display import plain_table
 from megatron.fill.errors import ConfigError, NetworkError
 
 if TYPE_CHECKING:
@@ -119,9 +120,8 @@ def _print(network: Network, samples: Measured) -> None:
     from statistics import median
 
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("LINKS", "", "GB/S: LEAST", "MEDIAN", "MOST", "\N{MICRO SIGN}S", "SPREAD", box=None, pad_edge=False)
+    table = plain_table("LINKS", "", "GB/S: LEAST", "MEDIAN", "MOST", "\N{MICRO SIGN}S", "SPREAD")
     everyone = range(len(network.ranks))
     pairs = [(a, b) for a in everyone for b in everyone if a != b]
     for name, inside in (("within a host", True), ("between hosts", False)):
@@ -144,14 +144,13 @@ def _print(network: Network, samples: Measured) -> None:
 
 def _print_drift(old: Network, new: Network) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from megatron.fill.display import counted
     from megatron.fill.wings.configure.drift import LIMIT, again_days, drifts
 
     found = drifts(old, new)
     days = again_days(old, new, found)
-    table = Table("FROM", "TO", "GB/S: OLD", "NEW", "CHANGE", "SPREAD", box=None, pad_edge=False)
+    table = plain_table("FROM", "TO", "GB/S: OLD", "NEW", "CHANGE", "SPREAD")
     for one in found:
         rates = (f"{rate / 1e9:.3g}" for rate in (one.old_bytes_per_s, one.new_bytes_per_s))
         table.add_row(str(one.sender), str(one.receiver), *rates, f"{one.change:+.1%}", f"{one.spread:.1%}")
