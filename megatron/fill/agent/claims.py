@@ -159,8 +159,11 @@ class Claims:
             self._held.append(held)
 
     def stop_renewing(self, held: HeldClaim) -> None:
+        self._drop(held.claim)
+
+    def _drop(self, claim: Claim) -> None:
         with self._lock:
-            self._held.remove(held)
+            self._held = [held for held in self._held if held.claim is not claim]
 
     def finish(
         self,
@@ -180,6 +183,7 @@ class Claims:
             end = store.release if status.state is JobState.QUEUED else store.finish
             return end(claim, status, progress, result)
 
+        self._drop(claim)  # to a heartbeat after that, a job that has ended would look lost
         heard = self.ask(say, patience_s)
         if heard is None:  # reported again with the heartbeats; it counts if the lease still holds then
             with self._lock:
@@ -262,7 +266,7 @@ class Claims:
                 if not first and now_s - held.beat_s < self.every_s:
                     continue
                 standing = store.heartbeat(held.claim, progress, self.lease_s)
-                if standing is not held.standing:
+                if standing is not held.standing and held in self._held:
                     logger.info("job %s: %s", job.name, standing)
                 held.standing, held.beat_s, held.stepped = standing, now_s, held.stepped or first
 

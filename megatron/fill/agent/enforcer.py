@@ -114,7 +114,8 @@ class Enforcer:
                 late_s = self._opportunity_ns / 1e9
                 self._fail(Cause.HUNG, f"{self._overdue_in} hung: it went on for {late_s:.2g} s after its bubble")
             return _SOON_S
-        callback = self.log.phase.callback  # read first: a step that is in flight below was already in flight here
+        # Read first: a step that is in flight below was already in flight here.
+        callback = self.log.phase.callback if self.waits else "the command"
         # The step's number does not matter: only one step can run after its bubble, whatever the log's counts are.
         seq = self.log.step_seq
         ended_ns = self._ended_ns(seq) if seq else None

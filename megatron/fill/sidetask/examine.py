@@ -11,6 +11,7 @@ from typing import Any
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.imperative import why_no_program
 from megatron.fill.sidetask.loader import check_args, load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.sidetask.nodes import NodeTask
@@ -52,7 +53,7 @@ def examine_task(path: str, args: Mapping[str, Any], search: Sequence[str]) -> E
 def examine_command(command: Sequence[str]) -> Examined:
     """Check that the program exists, looked up in this process's working folder and PATH."""
     if shutil.which(command[0]) is None:
-        return Examined(f"command not found: {command[0]}")
+        return Examined(why_no_program(command[0]))
     return Examined()
 
 

@@ -114,11 +114,17 @@ class StoppedCommand:
         self._held.kill()
 
 
+def why_no_program(program: str) -> str:
+    """Return the reason why ``shutil.which`` finds no such program."""
+    there = os.path.dirname(program) and os.path.exists(program)
+    return f"not an executable file: {program}" if there else f"command not found: {program}"
+
+
 def become_command(command: Sequence[str]) -> NoReturn:
     """Stop this process, and once continued replace it by ``command``; exit with 127 if the program is missing."""
     program = shutil.which(command[0])
     if program is None:
-        os.write(2, f"command not found: {command[0]}\n".encode())
+        os.write(2, f"{why_no_program(command[0])}\n".encode())
         os._exit(NOT_FOUND)
     for number in _RESTORED:
         signal.signal(number, signal.SIG_DFL)

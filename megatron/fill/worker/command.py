@@ -15,7 +15,7 @@ from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.sandbox.process import SandboxedProcess
-from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
+from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command, why_no_program
 from megatron.fill.status import Cause, Then
 from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.spec import Outcome, WorkerSpec
@@ -82,7 +82,7 @@ class CommandRun:
             return Outcome(Cause.FINISHED, unit="seconds")
         program = (self.spec.work.command or ("",))[0]
         if code == NOT_FOUND and shutil.which(program, path=self.spec.env.get("PATH")) is None:
-            return Outcome(Cause.FAILED, f"command not found: {program}", unit="seconds")
+            return Outcome(Cause.FAILED, why_no_program(program), unit="seconds")
         ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
         return Outcome(Cause.FAILED, f"the command {ended}; see its output", unit="seconds")
 

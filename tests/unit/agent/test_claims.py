@@ -177,6 +177,25 @@ def test_a_job_whose_lease_ran_out_is_not_finished_twice(flaky):
     assert flaky.store.get(held.claim.job.id).owner == "other"
 
 
+def test_a_job_that_ends_during_its_heartbeat_is_not_called_lost(flaky, caplog):
+    caplog.set_level("INFO")
+    claims = make(flaky)
+    claims.ask(lambda store: None)
+    ending: list[bool] = []
+
+    def ends() -> Progress:
+        if not ending:
+            ending.append(True)
+            ending.append(claims.finish(held.claim, Status(JobState.SUCCEEDED), Progress(1.0), {}, 1.0))
+        return Progress(1.0, steps=1)
+
+    held = take(claims)
+    held.progress = ends
+    claims._beat(flaky)
+    assert ending == [True, True]
+    assert "lost" not in caplog.text
+
+
 def test_progress_adds_up_over_attempts(flaky):
     job = flaky.store.submit([NewJob("a", WORK)])[0]
     log = StepLog(create_log())

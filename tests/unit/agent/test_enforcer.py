@@ -113,6 +113,13 @@ def test_a_step_that_hangs_is_stopped_and_then_ended_without_another_bubble(benc
     assert bench.enforcer.ending.detail.startswith("run_next_step() hung: it went on for ")
 
 
+def test_a_command_that_runs_on_has_no_callback_to_blame(bench):
+    bench.enforcer.waits = False
+    bench.begin_step()
+    bench.check_until(lambda: bench.enforcer.ending)
+    assert bench.enforcer.ending.detail.startswith("the command hung: it went on for ")
+
+
 @pytest.mark.parametrize(
     ("phases", "callbacks"),
     [

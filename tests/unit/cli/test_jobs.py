@@ -200,6 +200,7 @@ class TestSubmit:
             {"name": "class", "task": "tasks:Digit"},
             {"name": "args", "task": "tasks:Digits", "args": {"epoch": 3}},
             {"name": "program", "command": "gzipp --best"},
+            {"name": "file", "command": "/etc/passwd"},
             {"name": "good", "task": "tasks:Digits"},
         ]
         write_jobs(tmp_path, json.dumps({"jobs": jobs}))
@@ -212,11 +213,12 @@ class TestSubmit:
             said.format("class", "tasks has no Digit; it has Digits"),
             said.format("args", fits),
             said.format("program", "command not found: gzipp"),
+            said.format("file", "not an executable file: /etc/passwd"),
             "nothing is submitted; --no-check submits them all the same",
         ]
         assert "tasks" not in sys.modules
         assert not (tmp_path / "run").exists()
-        assert len(pipefill("submit", "jobs.yaml", "--no-check", "--json").json) == 7
+        assert len(pipefill("submit", "jobs.yaml", "--no-check", "--json").json) == 8
 
     def test_jobs_that_cannot_be_looked_at_can_be_submitted_all_the_same(self, pipefill, tmp_path, monkeypatch):
         monkeypatch.setattr(check, "program", lambda name: ["sh", "-c", "echo 'no sandbox here' >&2"])
