@@ -16,13 +16,18 @@ from megatron.fill.launcher import local_rank
 logger = logging.getLogger("pipefill")
 
 
+def jobs_outlive_ranks() -> bool:
+    """False where srun has started the rank, and ends all that it leaves."""
+    return "SLURM_STEP_ID" not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def check_between(settings: FillSettings) -> None:
     """Refuse ``--fill-between`` where nothing can outlive a rank.
 
     Raises:
         ConfigError: srun has started the rank, and ends all that it leaves.
     """
-    if settings.between and "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if settings.between and not jobs_outlive_ranks():
         raise ConfigError(
             "--fill-between: SLURM ends all processes of a step with its ranks, so no job can go on; "
             "expected torchrun, which starts ranks again within a step"

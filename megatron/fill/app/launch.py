@@ -23,7 +23,7 @@ from megatron.fill.agent.turn import DeviceTurn
 from megatron.fill.app.closing import collect, go_on, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
-from megatron.fill.app.handover import check_between, take_turn
+from megatron.fill.app.handover import check_between, jobs_outlive_ranks, take_turn
 from megatron.fill.app.placing import take_rank, world_size
 from megatron.fill.app.runfolder import (
     STORE,
@@ -83,10 +83,12 @@ class Launch:
     def take_turn(self) -> None:
         """Take the device from jobs of an earlier start, before anything is imported that uses CUDA.
 
-        A run folder that the command line does not name is known once it is parsed.
+        A run folder that the command line does not name is known once it is parsed.  A training that may be refused
+        (``check_between``) leaves the jobs alone until then.
         """
         report = flag_of(sys.argv, "--fill-report")
-        if report:
+        may_be_refused = flag_of(sys.argv, "--fill-between") is not None and not jobs_outlive_ranks()
+        if report and not may_be_refused:
             self._turn = take_turn(Path(report))
 
     def on_parse(self, args: Namespace) -> None:
@@ -94,6 +96,7 @@ class Launch:
         if settings.rank_order is not None and self._taken is None:  # a script may parse its flags twice
             self._taken = take_rank(load_rank_order(settings.rank_order, world_size()))
             args.rank = self._taken[0]
+        check_between(settings)
         if settings.report is not None:
             try:
                 Path(settings.report).mkdir(parents=True, exist_ok=True)
@@ -102,7 +105,6 @@ class Launch:
                     f"--fill-report {settings.report}: {error.strerror}; expected a folder that can be written"
                 ) from error
             self._turn = self._turn or take_turn(Path(settings.report))
-        check_between(settings)
         parse_policy(settings.policy)
         if settings.active and (reason := unordered()):
             raise ConfigError(f"bubbles cannot be filled or measured here: {reason}")

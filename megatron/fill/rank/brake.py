@@ -3,6 +3,8 @@
 ``--fill-max-slowdown`` is the limit.  A few iterations in each period are left unfilled (a *probe*), to compare their
 filled neighbours with.  Megatron's iteration number alone determines which ones, so all ranks leave the same iterations
 unfilled without communication; longer periods are multiples of the shorter ones, so probes of ranks coincide.
+
+Probes are short, since two of two iterations, each beside filled ones of its own, tell more than one of four.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from collections.abc import Callable
 from megatron.fill.rank.evidence import Evidence, MeasuredSlowdown, Noise
 from megatron.fill.types import BrakeEvent, fills_block
 
-_PROBE = 4  # number of iterations in a row without filling; compared with as many before and after them
-_PERIODS = (16, 32, 64, 128)  # iterations from one probe to the next: each a multiple of the one before
-_CALM_PAIRS = 4  # number of pairs after which the probes become rarer
-_FORGIVING_PAIRS = 16  # number of pairs in a row without braking after which one strike is removed
+_PROBE = 2  # number of iterations in a row without filling
+_BESIDE = 3  # number of filled iterations before them, and after them, that they are compared with
+_PERIODS = (8, 16, 32, 64, 128)  # iterations from one probe to the next: each a multiple of the one before
+_UNSETTLED = 1  # the index of the period before the jobs have settled: probes tell little then
+_CALM_PAIRS = 5  # number of pairs after which the probes become rarer
+_FORGIVING_PAIRS = 20  # number of pairs in a row without braking after which one strike is removed
 _CLEARED = -2.0  # standard deviations to the limit, over all pairs since jobs settled: below, they do so at once
-_DISTRUSTED = 1.5  # standard deviations above the limit, over all pairs, from which probes become frequent again
-_SURPRISING = 3.0  # the same, for the latest pair
+_DOUBTED = 1.25  # standard deviations above the limit, over some latest pairs, from which probes become frequent again
+_EDGE = 4  # number of iterations before and after the end of a stop that are a pair
+_GRID = 16  # stops end at multiples of it
 _COOL_DOWN = 64  # iterations without filling after braking; doubles with every strike
 _MOST_STRIKES = 5  # so at most 1024 iterations
 _GUARD_SHARE = 1 / 400  # guard that the first strike adds, as a share of an iteration; doubles with every strike
@@ -59,7 +64,7 @@ class Brake:
         self._guard_step_ns = 0
         self._evidence = Evidence(limit)
         self._noise = Noise()
-        self._level = 0
+        self._level = _UNSETTLED
         self._settled = False
         self._calm = 0  # pairs since the probes became rarer, or since the slowdown last seemed to be over the limit
         self._good = 0  # pairs since the latest stop, or since a strike was last removed
@@ -117,7 +122,7 @@ class Brake:
         if self.paired_blocks:
             return fills_block(number // self.paired_blocks)
         period = _PERIODS[self._level]
-        return not period - 2 * _PROBE <= iteration % period < period - _PROBE
+        return not period - _BESIDE - _PROBE <= iteration % period < period - _BESIDE
 
     def _pair_of(self, iteration: int, number: int) -> tuple[int, int] | None:
         """Return the key of the pair that an iteration belongs to, if any.
@@ -128,10 +133,10 @@ class Brake:
         if self.paired_blocks:
             return None if self._until > iteration else (0, number // (2 * self.paired_blocks))
         begun = self._until or self._retried
-        if begun and begun - _PROBE <= iteration < begun + _PROBE:
+        if begun and begun - _EDGE <= iteration < begun + _EDGE:
             return 0, begun
         period = _PERIODS[self._level]
-        inside = not self._until and iteration % period >= period - 3 * _PROBE
+        inside = not self._until and iteration % period >= period - _PROBE - 2 * _BESIDE
         return (period, iteration // period) if inside else None
 
     def _close_pair(self) -> MeasuredSlowdown | None:
@@ -141,7 +146,7 @@ class Brake:
         sigma = self._noise.sigma
         if 2 * min(len(on), len(off)) < (self.paired_blocks or _PROBE) or sigma is None:
             return None
-        self._evidence.add(on, off)
+        self._evidence.add(on, off, sigma)
         measured = self._evidence.verdict(sigma)
         if measured is None:
             self._relax(sigma)
@@ -151,7 +156,7 @@ class Brake:
         """Adapt the period of probes after a pair within the limit, and remove a strike after enough of them."""
         suspicion = self._evidence.suspicion(sigma)
         self._calm = self._calm + 1 if suspicion < 0 else 0
-        if suspicion > _DISTRUSTED or self._evidence.surprise(sigma) > _SURPRISING:
+        if self._evidence.doubt(sigma) > _DOUBTED:
             self._level = 0
         elif self._calm >= _CALM_PAIRS or (self._settled and suspicion < _CLEARED):
             self._calm, self._level = 0, min(self._level + 1, len(_PERIODS) - 1)
@@ -168,7 +173,7 @@ class Brake:
         self._evidence.clear()
         self._until = iteration + (_COOL_DOWN << (self._strikes - 1))
         # Ranks that stop within the same period resume together, and blocks resume with a filled one.
-        grid, offset = (2 * self.paired_blocks, iteration - number) if self.paired_blocks else (_PERIODS[0], 0)
+        grid, offset = (2 * self.paired_blocks, iteration - number) if self.paired_blocks else (_GRID, 0)
         self._until += (offset - self._until) % grid
         event = BrakeEvent(iteration - 1, measured.slowdown, measured.pairs, self._until, self.guard_ns)
         self.events.append(event)

@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MOST_PAIRS = 64
+_MOST_PAIRS = 128
+_LATELY = 16  # number of latest pairs among which a slowdown that has just begun is looked for
 _MOST_STEPS = 96  # number of recent iterations from which the noise is estimated
 _FEWEST_STEPS = 8
 _TO_SIGMA = 1.4826 / math.sqrt(2)  # from the median |difference| of two normal values to the deviation of one
-_TRIMMED = 1.1  # ratio of the midmean's standard deviation to the mean's, under normal noise
-_SURE = 2.6  # standard deviations above the limit that are required; more with few pairs
-_FEW_PAIRS = 8.0
+_TRIMMED = 1.1  # ratio of the midmean's standard deviation to the mean's, under normal noise, from four values on
+_SURE = 2.8  # standard deviations above the limit that are required; more with few pairs
+_FEW_PAIRS = 12.0
+_APART = 4.0  # standard deviations of an iteration by which two differ if one of them is an outlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,20 @@ class Evidence:
         self._limit = math.log1p(limit)
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_MOST_PAIRS)  # change, and its variance in sigma^2
 
-    def add(self, on: Sequence[float], off: Sequence[float]) -> None:
+    def add(self, on: Sequence[float], off: Sequence[float], sigma: float) -> None:
         """Add a pair.
+
+        Of two iterations without filling, between which a midmean cannot choose, an outlier is left out: the one that
+        is farther from the filled ones.
 
         Args:
             on, off: logarithms of the iteration times with and without filling; neither is empty.
+            sigma: their standard deviation.
         """
-        self._pairs.append((midmean(on) - midmean(off), _TRIMMED**2 * (1 / len(on) + 1 / len(off))))
+        filled = midmean(on)
+        if len(off) == 2 and abs(off[0] - off[1]) > _APART * sigma:
+            off = [min(off, key=lambda log_time: abs(log_time - filled))]
+        self._pairs.append((filled - midmean(off), _variance(len(on)) + _variance(len(off))))
 
     def clear(self) -> None:
         self._pairs.clear()
@@ -98,10 +107,14 @@ class Evidence:
         mean, deviation = self._means(sigma)[-1]
         return (mean - self._limit) / max(deviation, 1e-9)
 
-    def surprise(self, sigma: float) -> float:
-        """Return the excess of the latest pair's change over the limit, in standard deviations."""
+    def doubt(self, sigma: float) -> float:
+        """Return the largest excess over the limit of the latest 1, 2, ... pairs' mean change, in standard deviations.
+
+        A slowdown that begins after many good pairs shows in the latest ones long before it does in all.
+        """
         change, variance = self._pairs[-1]
-        return (change - self._limit) / max(sigma * math.sqrt(variance), 1e-9)
+        means = [(change, sigma * math.sqrt(variance)), *self._means(sigma)[: _LATELY - 1]]
+        return max((mean - self._limit) / max(deviation, 1e-9) for mean, deviation in means)
 
     def _bounds(self, sigma: float) -> list[MeasuredSlowdown]:
         return [
@@ -124,6 +137,11 @@ class Evidence:
                 shown = math.sqrt(max(0.0, squares - count * mean * mean) / (count - 1) / count)
                 found.append((mean, max(sigma * math.sqrt(variance) / count, shown)))
         return found
+
+
+def _variance(count: int) -> float:
+    """Return the variance of the midmean of so many values, in that of one."""
+    return (1.0 if count < 4 else _TRIMMED**2) / count
 
 
 def midmean(values: Sequence[float]) -> float:

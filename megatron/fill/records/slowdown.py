@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megatron.fill.types import Iteration
 
-_LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 4, its pauses at least 64
+_LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 2, its pauses at least 64
+_BESIDE = 3  # filled iterations on either side that a stretch is compared with, or as many as it has if that is more
 _FEWEST_PAIRS = 4
 
 
@@ -49,14 +50,15 @@ def over_blocks(iterations: Iterable[Iteration]) -> list[float]:
 
 
 def _over_probes(iterations: Sequence[Iteration]) -> list[float]:
-    """Compare each short stretch of unfilled iterations with as many filled ones on either side."""
+    """Compare each short stretch of unfilled iterations with filled ones on either side."""
     found, start = [], 0
     for at in range(1, len(iterations) + 1):
         if at < len(iterations) and iterations[at].filling == iterations[start].filling:
             continue
         size = at - start
-        around = [*iterations[max(0, start - size) : start], *iterations[at : at + size]]
-        whole = len(around) == 2 * size and all(one.filling for one in around)
+        beside = max(size, _BESIDE)
+        around = [*iterations[max(0, start - beside) : start], *iterations[at : at + beside]]
+        whole = len(around) == 2 * beside and all(one.filling for one in around)
         if not iterations[start].filling and size <= _LONGEST_PROBE and whole:
             unfilled = median(one.duration_ns for one in iterations[start:at])
             found.append(median(one.duration_ns for one in around) / unfilled - 1)

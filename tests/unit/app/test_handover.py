@@ -80,7 +80,11 @@ def test_a_rank_takes_its_turn_in_a_folder_that_its_command_line_does_not_name(t
     assert looks() == b"taken"
 
 
-def test_a_training_that_srun_has_started_is_refused(tmp_path, monkeypatch):
+def test_a_training_that_srun_has_started_is_refused_before_it_takes_its_turn(tmp_path, monkeypatch, looks):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setattr("sys.argv", ["train.py", f"--fill-report={tmp_path}", "--fill-between", "60"])
+    run = Launch()
+    run.take_turn()
     with pytest.raises(ConfigError, match="expected torchrun"):
-        Launch().on_parse(flags(report=str(tmp_path), between=60.0, store=str(tmp_path)))
+        run.on_parse(flags(report=str(tmp_path), between=60.0, store=str(tmp_path)))
+    assert looks() == b"free"
