@@ -69,7 +69,7 @@ class Bubble:
         seq: the gate's number of it; 0 if the gate stayed shut (too short, not yet predictable, filling off).
         free_bytes: device memory that the training left free.
         filling: True if filling was on, so that the bubble counts in the harvest ratio.
-        forward_only: True for a pipeline bubble of an evaluation.
+        forward_only: True for a bubble of an evaluation, of the pipeline or for a batch.
     """
 
     iteration: int

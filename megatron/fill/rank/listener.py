@@ -37,6 +37,7 @@ class _Opened:
         predicted_ns: predicted length.
         seq: its number at the gate; 0 if it is not filled.
         filling: bubbles were filled when it opened.
+        forward_only: it is in an evaluation.
     """
 
     kind: BubbleKind
@@ -46,6 +47,7 @@ class _Opened:
     predicted_ns: int
     seq: int
     filling: bool
+    forward_only: bool
 
 
 class RankListener:
@@ -205,10 +207,11 @@ class RankListener:
         """Do nothing: positions restart with the next cycle."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
+        # An evaluation may have come before a save.
+        evaluating = self._forward_only and (kind in PIPELINE_KINDS or kind is BubbleKind.DATA)
         if kind in PIPELINE_KINDS:
             forecast = self.predictor.forecast(kind, index, now_ns)
         else:
-            evaluating = kind is BubbleKind.DATA and self._forward_only
             forecast = self._outside.forecast(kind, index, evaluating=evaluating)
         seq = 0
         filling = self.filling and self.control.running
@@ -218,7 +221,7 @@ class RankListener:
             seq = self.gate.open(deadline_ns, free, ends_ns, forecast.steps_ns)
         elif self.filling and not filling:
             self._paused = True
-        self._bubble = _Opened(kind, index, now_ns, free_bytes, forecast.shortest_ns, seq, filling)
+        self._bubble = _Opened(kind, index, now_ns, free_bytes, forecast.shortest_ns, seq, filling, evaluating)
 
     def bubble_closed(self, now_ns: int) -> None:
         bubble, self._bubble = self._bubble, None
@@ -235,8 +238,7 @@ class RankListener:
             if not bubble.seq and not (rested and duration_ns >= _LEAST_OUTSIDE_NS):
                 return
         free_bytes = self.free_bytes() if bubble.promised_bytes is None else bubble.promised_bytes
-        forward_only = in_cycle and self._forward_only  # an evaluation may have come before a save
-        if in_cycle and not forward_only:
+        if in_cycle and not bubble.forward_only:
             self._free_bytes[bubble.index] = free_bytes
         self.recorder.bubble(
             Bubble(
@@ -249,7 +251,7 @@ class RankListener:
                 bubble.seq,
                 free_bytes,
                 bubble.filling,
-                forward_only,
+                bubble.forward_only,
             )
         )
 

@@ -47,7 +47,7 @@ def write_cycles(path: Path, cycles: Sequence[RankCycle]) -> None:
 
 def _evaluations(bubbles: Bubbles) -> np.ndarray:
     """Return ``_most_common`` of the evaluation iterations' bubbles."""
-    chosen = np.flatnonzero(bubbles.forward_only & (bubbles.index >= 0))
+    chosen = np.flatnonzero(~bubbles.outside & bubbles.forward_only & (bubbles.index >= 0))
     chosen = chosen[np.argsort(bubbles.start[chosen], kind="stable")]
     index, iteration = bubbles.index[chosen], bubbles.iteration[chosen]
     begins = np.ones(len(chosen), dtype=np.int64)

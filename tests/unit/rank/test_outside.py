@@ -118,6 +118,11 @@ def test_batches_of_evaluations_are_predicted_apart_from_those_of_iterations():
     assert [bubble.duration_ns // MS for bubble in batches] == [40] * 6  # those of iterations are too short
     assert [bubble.predicted_ns // MS for bubble in batches] == [0, 40, 40, 40, 40, 40]
     assert [bool(bubble.seq) for bubble in batches] == [False] * 4 + [True] * 2  # after the warm-up
+    assert all(bubble.forward_only for bubble in batches)
+    listener.bubble_opened(BubbleKind.SAVE, 0, drive.now_ns)  # after the evaluation, and no part of it
+    drive.now_ns += 40 * MS
+    listener.bubble_closed(drive.now_ns)
+    assert [bubble.forward_only for bubble in of(listener, BubbleKind.SAVE)] == [False]
 
 
 def test_the_bus_numbers_the_batches_of_each_schedule_of_an_evaluation():
