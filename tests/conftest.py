@@ -10,11 +10,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
 
 from tests.support.postgres import NoPostgres, PrivatePostgres
+
+LONGEST = {
+    *(("slurm", "test_plumbing.py"), ("contract", "test_store.py"), ("sidetask", "test_embed.py")),
+    *(("sidetask", "test_models.py"), ("benchmarks", "test_gpu_micro.py"), ("package", "test_install.py")),
+}
+IN_POSTGRES = ("contract/test_store.py", "store/test_sql.py", "store/test_backup.py", "cli/test_gc.py")
 
 
 def is_controller(config: pytest.Config) -> bool:
@@ -48,6 +55,25 @@ def pytest_configure(config: pytest.Config) -> None:
     # Each worker would import torch and what else the tests use, for 5 s.
     python = shlex.join([sys.executable, str(HERE / "launch.py"), "fresh"])
     config.option.tx = [f"popen//python={python}"] * len(config.option.tx)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first; the others keep their order."""
+    items.sort(key=lambda item: (*item.path.parts[-2:],) not in LONGEST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file, and those that need PostgreSQL, share what they make: one process runs them."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "PostgreSQL" if file.endswith(IN_POSTGRES) else file
+
+    config.option.loadscopereorder = False  # the dearest are not those with the most tests
+    return Files(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -60,9 +60,9 @@ def test_killed_in_the_middle_it_keeps_what_it_has_and_goes_on(tmp_path):
 
 def test_what_fails_is_written_down_and_the_rest_has_no_time(tmp_path):
     # Megatron takes no such flag: the first part fails; the budget leaves nothing for the second.
-    failed = start(tmp_path, "--parts", "bubbles", "identity", "--extra=--no-such-flag", "--budget-seconds", "9")
+    failed = start(tmp_path, "--parts", "bubbles", "marks", "--extra=--no-such-flag", "--budget-seconds", "9")
     output, _ = failed.communicate(timeout=240)
     assert failed.returncode == 1, output[-3000:]
     found = summary(tmp_path)
     assert "failed" in found["bubbles"][VARIANT]
-    assert {"failed", "not_run"} & set(found["identity"][VARIANT])
+    assert {"failed", "not_run"} & set(found["marks"][VARIANT])

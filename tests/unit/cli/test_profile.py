@@ -195,7 +195,12 @@ def test_a_long_run_is_measured_by_running_it(folder, monkeypatch, capsys):
         (["jobs.yaml", "--device", "cpu", "-o", "two.py/p.json"], "--output two.py/p.json: cannot be written"),
     ],
 )
-def test_wrong_arguments(folder, arguments, message):
-    done = pipefill(folder, "profile", *arguments, code=2)
-    assert done.stderr.splitlines()[-1].startswith("pipefill: error: ")
-    assert message in done.stderr
+def test_wrong_arguments(folder, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipefill", "profile", *arguments])
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.splitlines()[-1].startswith("pipefill: error: ")
+    assert message in said

@@ -71,7 +71,7 @@ def test_every_family_generates_what_transformers_does(family):
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_no_tree_and_no_batch_changes_a_token(batch):
     target, drafts = model(), [model(noise=0.03), model(seed=5, layers=1)]
-    prompts, most = some_prompts(8, seed=1), [20, 3, 11, 1, 25, 7, 2, 16]
+    prompts, most = some_prompts(8, seed=1), [12, 3, 8, 1, 15, 5, 2, 9]
     expected = [alone(target, prompt, count) for prompt, count in zip(prompts, most, strict=True)]
     for shape in SHAPES:
         assert greedily(engine([target, *drafts], [shape], batch, chunk=8), prompts, most) == expected, shape
