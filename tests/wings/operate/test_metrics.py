@@ -21,7 +21,10 @@ from typing import Any
 
 import pytest
 
+from megatron.fill import wings
 from megatron.fill.account import Account
+from megatron.fill.attached import attached
+from megatron.fill.config import FillSettings
 from megatron.fill.given.settings import load_settings
 from megatron.fill.records import AccountWriter, Traced, begin_segment, rank_file, read_segments, write_agent
 from megatron.fill.store import open_store
@@ -29,6 +32,7 @@ from megatron.fill.types import BrakeEvent
 from megatron.fill.wings.operate.spec import OTLP, MetricsSpec
 from megatron.fill.work import NewJob, Work
 from tests.support.extras import needs
+from tests.support.posts import post
 from tests.support.segments import write_rank
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run
 from tests.support.waiting import until
@@ -426,3 +430,34 @@ def test_the_agent_starts_it_again():
     assert server._process.pid != first.pid
     server._process.kill()
     server._process.wait()
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "served"),
+    [
+        ({"place": 0, "rank": 0}, {}, None),
+        ({"place": 1, "metrics": {"port": 9400}}, {OTLP: "http://localhost:4318"}, None),
+        ({"place": 0, "rank": 0}, {OTLP: "http://localhost:4318"}, {"store": "jobs.db"}),
+        ({"place": 0, "node": 2, "metrics": {"port": 9400}}, {}, {"node": 2, "port": 9400}),
+    ],
+)
+def test_one_agent_of_a_node_has_the_server_where_it_is_asked_for(tmp_path, monkeypatch, given, environ, served):
+    monkeypatch.delenv(OTLP, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with post(tmp_path, **given) as at:
+        spec = replace(at.context.spec, store="jobs.db")
+        found = [one for module in wings.modules("agent") for one in module.attendants(spec)]
+    expected = [] if served is None else [replace(MetricsSpec(str(tmp_path), 0, ""), **served)]
+    assert [one._spec for one in found] == expected
+
+
+def test_a_rank_notes_the_spans_that_the_environment_asks_for(monkeypatch):
+    monkeypatch.setattr(attached, "spans", None)
+    monkeypatch.setenv(OTLP, "http://localhost:4318")
+    info = synthetic_run()[0][0].info
+    for exporter, noted in (("none", False), ("otlp", True)):
+        monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)
+        for module in wings.modules("rank"):
+            module.attend(FillSettings(), info, deque())
+        assert (attached.spans is not None) is noted
