@@ -175,12 +175,6 @@ class MainJob:
         per_iteration = self.parallel.global_batch * self.model.sequence
         return tokens / per_iteration * self.iteration_s / _DAY_S
 
-    @property
-    def tflops_per_gpu(self) -> float:
-        """Model FLOPs per second and GPU, bubbles included, in units of 10^12."""
-        flops = self.model.model_flops(self.parallel.global_batch * self.model.sequence)
-        return flops / self.iteration_s / self.parallel.gpus / 1e12
-
 
 _schedule = lru_cache(maxsize=64)(order_of)
 
