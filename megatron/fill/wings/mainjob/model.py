@@ -275,17 +275,6 @@ class ModelSpec:
         """Return the FLOPs of the output layer's forward pass: ``2 b s h V``."""
         return 2 * microbatch * self.sequence * self.embedding_parameters
 
-    def model_flops(self, tokens: float) -> float:
-        """Return the FLOPs of forward and backward passes over ``tokens`` tokens, without recomputation.
-
-        These are the *model FLOPs* of Korthikanti et al. 2022, section 6: Narayanan et al. 2021, eq. (3), with 72
-        instead of 96, which includes recomputation.
-        """
-        forward = (self.layers - self.dense_layers) * self.layer_flops(1) + self.dense_layers * self.bare.layer_flops(1)
-        later = self.layer_flops(1) + 2 * self.sequence * self.joined_parameters
-        forward += self.predicted * later + (1 + self.predicted) * self.output_flops(1)
-        return 3 * forward * tokens / self.sequence
-
 
 _VOCABULARY = 51200  # GPT-2's 50257 tokens, padded by Megatron to 128 times eight tensor-parallel ranks
 _NARAYANAN = "Narayanan et al. 2021 (arXiv 2104.04473), Table 1, the model of {} parameters"
