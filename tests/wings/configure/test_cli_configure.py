@@ -230,6 +230,10 @@ def test_pays_says_when_it_does_and_when_it_does_not():
         "Filling does not pay: inference of BERT-base would do the work of 0.00 GPUs in them.\n"
         "A pipeline of one stage has no bubbles.\n"
     )
+    with pytest.raises(ConfigError, match="--gpus is 100000: expected at most 32768, 4096 nodes"):
+        pays("--gpus", "100000", "--", *layout)
+    with pytest.raises(ConfigError, match="--fp8-format on a100-80gb: expected GPUs of compute capability"):
+        pays("--", *layout, "--fp8-format", "hybrid")
     with pytest.raises(ConfigError, match="--gpu is 'abacus'"):
         pays("--gpu", "abacus", "--", *layout)
 
@@ -239,6 +243,15 @@ def test_pays_has_ranks_enough_for_the_experts():
         "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --context-parallel-size 2"
     )
     assert json.loads(pays("--json", "--", *FLAGS.split(), *experts.split()))["gpus"] == 16
+
+
+def test_fewer_query_groups_than_tensor_parallel_ranks_are_taken():
+    """Each rank has the keys of one group then, as with as many groups as ranks."""
+    layout = [*FLAGS.split(), "--tensor-model-parallel-size", "4", "--group-query-attention", "--num-query-groups"]
+    few, many = (json.loads(pays("--json", "--", *layout, groups)) for groups in ("2", "4"))
+    assert few == many
+    with pytest.raises(ConfigError, match="divides heads, query groups"):
+        pays("--", *layout, "3", "--num-attention-heads", "12", "--hidden-size", "1536")
 
 
 def test_flags_that_are_not_weighed_are_named():

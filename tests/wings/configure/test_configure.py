@@ -525,6 +525,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --recompute-method block", "without --recompute-num-layers; expected both"),
         (FLAGS + " --recompute-method block --recompute-num-layers 1", "without --recompute-granularity full"),
         (FLAGS + " --optimizer sgd", "'sgd': expected adam"),
+        (FLAGS + " --recompute-activations --recompute-method uniform", "with selective recomputation: expected"),
         (FLAGS + " --overlap-param-gather", "--overlap-param-gather without --overlap-grad-reduce; expected both"),
         (FLAGS + " --num-query-groups 2", "--num-query-groups without --group-query-attention; expected both"),
         (FLAGS + " --max-position-embeddings 8", "--max-position-embeddings is 8: expected at least --seq-length"),

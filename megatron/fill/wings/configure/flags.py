@@ -162,6 +162,9 @@ def read_flags(tokens: Sequence[str], ran: bool = False) -> Training:
         others += [flag] if value is None else [flag, *value]
     if block:
         _check_block(fixed)
+    selective = fixed.get("recompute") is Recompute.SELECTIVE
+    if selective and any(flag in _RECOMPUTE for flag, _ in given) and not ran:
+        raise ConfigError(f"{' or '.join(_RECOMPUTE)} with selective recomputation: expected --recompute-modules alone")
     _fill_vocabulary(values, {flag: " ".join(value or ()) for flag, value in given})
     for flag in (*_NEEDED, "--global-batch-size"):
         if flag not in values:

@@ -16,6 +16,7 @@ from megatron.fill.wings.configure.value import Valued, fill_kinds, valued
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
+_MOST_NODES = 4096
 _ONE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
 
 
@@ -42,6 +43,8 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
     experts = fixed["ep"] * fixed.get("expert_tp", fixed["tp"]) if fixed["ep"] > 1 else 1
     count = gpus or fixed["pp"] * lcm(fixed["tp"] * fixed["cp"], experts)
     node = min(NETWORKS[network].gpus_per_node, count)
+    if count > _MOST_NODES * node:
+        raise ConfigError(f"--gpus is {count}: expected at most {_MOST_NODES * node}, {_MOST_NODES} nodes")
     if count % node:
         raise ConfigError(f"--gpus is {count}: expected a multiple of the {node} of a node")
     cluster = Cluster(nodes=count // node, gpus_per_node=node, gpu=GPUS[gpu], network=NETWORKS[network])

@@ -99,7 +99,8 @@ class Found:
     excluded: Counter[str]
 
 
-_ALWAYS_DETERMINISTIC = 9  # compute capability from which each of Transformer Engine's flash kernels is deterministic
+# Compute capabilities from which each of Transformer Engine's flash kernels is deterministic, and it has FP8.
+_ALWAYS_DETERMINISTIC, _HAS_FP8 = 9.0, 8.9
 
 
 def decided(model: ModelSpec, gpu: GpuKind) -> ModelSpec:
@@ -127,6 +128,9 @@ class Evaluator:
         passes: measured passes; None for the analytic model.
         correction: learned correction of their memory; None for the accounting alone.
 
+    Raises:
+        ConfigError: the GPUs have no such numbers.
+
     Attributes:
         kinds: recomputation that a configuration may have, the least first.
     """
@@ -146,6 +150,11 @@ class Evaluator:
         self.correction = correction
         self._layouts: dict[tuple[int | None, ...], Layout] = {}
         self._models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
+        if self._models[1].kernels.fp8 and 0 < cluster.gpu.capability < _HAS_FP8:
+            raise ConfigError(
+                f"--fp8-format on {cluster.gpu.name}: expected GPUs of compute capability {_HAS_FP8} or more, such as "
+                "Hopper's, as Transformer Engine does"
+            )
         self.margins = margins(self._models[1], correction is not None, training.others)
         self.kinds = recomputations(self._models[1], training.fixed)
 

@@ -38,8 +38,14 @@ def divisors(number: int) -> list[int]:
 
 
 def padded(training: Training, tp: int) -> ModelSpec:
-    """The model with the vocabulary that Megatron makes of it, and with what flags say beside its shape."""
-    return replace(detailed(training.model, training.others), vocabulary=training.padded(tp))
+    """The model with the vocabulary that Megatron makes of it, and with what flags say beside its shape.
+
+    Where there are fewer query groups than tensor-parallel ranks, each rank has the keys of one (Megatron-core 0.19,
+    ``SelfAttention``); their weights, which are divided further there, count as those of as many groups as ranks.
+    """
+    model = detailed(training.model, training.others)
+    groups = tp if model.groups < tp and tp % model.groups == 0 and model.heads % tp == 0 else model.query_groups
+    return replace(model, vocabulary=training.padded(tp), query_groups=groups)
 
 
 def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter[str]) -> Iterator[Parallel]:
@@ -189,7 +195,7 @@ def _choices(name: str, found: list[int], fixed: Any) -> list[int]:
 def _tensor_problem(model: ModelSpec, tp: int, cp: int, gpus: int, gpus_per_node: int) -> str:
     if tp > gpus_per_node or gpus % tp:
         return "--tensor-model-parallel-size stays inside a node and divides the GPUs"
-    if model.heads % tp or model.groups % tp or model.ffn % tp or model.shared_width % tp:
+    if model.heads % tp or (model.groups % tp and tp % model.groups) or model.ffn % tp or model.shared_width % tp:
         return "--tensor-model-parallel-size divides heads, query groups and the width of MLP and shared experts"
     if gpus % (tp * cp) or (cp > 1 and model.sequence % (2 * cp * tp)):
         return "--context-parallel-size divides the GPUs and half of what tensor parallelism leaves of --seq-length"

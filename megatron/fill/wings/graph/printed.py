@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.fill.display import console_of, plain_table, size
+from megatron.fill.display import console_of, counted, plain_table, size
 from megatron.fill.wings.graph.search import Found
 from megatron.fill.wings.graph.timeline import GraphTimeline
 
@@ -36,10 +36,8 @@ def print_timeline(timeline: GraphTimeline) -> None:
         )
         table.add_row(*map(Text, cells))
     console_of(_COLUMNS).print(table)
-    print(
-        f"\n{len(plan.stages)} stages on {plan.devices} of {plan.cluster.devices} devices, {plan.depth} deep"
-        f"{'; sequential' if plan.sequential else ''}"
-    )
+    shape = f"{counted(len(plan.stages), 'stage')} on {plan.devices} of {counted(plan.cluster.devices, 'device')}"
+    print(f"\n{shape}, {plan.depth} deep{'; sequential' if plan.sequential else ''}")
     print(
         f"an iteration of {plan.batch} samples: {_time(timeline.period_ns / 1e9)}, {timeline.samples_s:,.4g} samples/s"
     )

@@ -26,7 +26,7 @@ class GpuKind:
         fp8_any_order: True if products take 8-bit numbers in either order, so that weights need no transposed copies.
         processors: number of processors that a product's tiles are shared out among; 0 to count none as idle.
         traffic: share of ``memory_bandwidth`` that kernels between products reach.
-        capability: its major compute capability, 9 for Hopper; 0 if it is not known.
+        capability: its compute capability, 9.0 for Hopper; 0 if it is not known.
     """
 
     name: str
@@ -40,7 +40,7 @@ class GpuKind:
     fp8_any_order: bool = False
     processors: int = 0
     traffic: float = 0.7
-    capability: int = 0
+    capability: float = 0.0
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ _C2C = 225e9  # half of a Grace CPU's NVLink-C2C, which two GPUs share
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet, A100 SXM"
 _A100_80GB = GpuKind(
-    "a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED, capability=8
+    "a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED, capability=8.0
 )
 _DGX_A100 = (
     "NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand; latency: vTrain's all-reduces of 1 MiB in a node of eight "
@@ -125,11 +125,11 @@ _NVL72_ULTRA = "NVIDIA GB300 NVL72 data sheet: NVLink 1,800 GB/s both ways; 800 
 GPUS: dict[str, GpuKind] = {
     gpu.name: gpu
     for gpu in (
-        GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0, capability=7),
-        GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0, capability=7),
+        GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0, capability=7.0),
+        GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100, flash_attention=0.0, capability=7.0),
         replace(_A100_80GB, name="a100-40gb", memory_bytes=40 * GIB, memory_bandwidth=1555e9),
         _A100_80GB,
-        GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, _H100, sustained=_H100_SUSTAINED, capability=9),
+        GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, _H100, sustained=_H100_SUSTAINED, capability=9.0),
         GpuKind(
             "b200",
             2250e12,
@@ -141,7 +141,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
-            capability=10,
+            capability=10.0,
         ),
         GpuKind(
             "b300",
@@ -154,7 +154,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
-            capability=10,
+            capability=10.3,
         ),
         GpuKind(
             "gb200",
@@ -167,7 +167,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
-            capability=10,
+            capability=10.0,
         ),
         GpuKind(
             "gb300",
@@ -180,7 +180,7 @@ GPUS: dict[str, GpuKind] = {
             _SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
-            capability=10,
+            capability=10.3,
         ),
         GpuKind(
             "rtx-6000-ada",
@@ -189,7 +189,7 @@ GPUS: dict[str, GpuKind] = {
             960e9,
             _PCIE4,
             "NVIDIA RTX 6000 Ada Generation data sheet: a quarter of its 1,457 TFLOPS, which are of FP8 and sparse",
-            capability=8,
+            capability=8.9,
         ),
         GpuKind(
             "rtx-3080",
@@ -198,7 +198,7 @@ GPUS: dict[str, GpuKind] = {
             760e9,
             _PCIE4,
             "NVIDIA Ampere GA102 GPU architecture whitepaper",
-            capability=8,
+            capability=8.6,
         ),
     )
 }
