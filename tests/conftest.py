@@ -18,7 +18,7 @@ import typer.main
 from tests.support.postgres import NoPostgres, PrivatePostgres
 
 LONGEST = {
-    *(("slurm", "test_plumbing.py"), ("contract", "test_store.py"), ("sidetask", "test_embed.py")),
+    *(("slurm", "test_plumbing.py"), ("contract", "test_store.py"), ("examples", "test_task_embed.py")),
     *(("sidetask", "test_models.py"), ("benchmarks", "test_gpu_micro.py"), ("package", "test_install.py")),
 }
 IN_POSTGRES = ("contract/test_store.py", "store/test_sql.py", "store/test_backup.py", "cli/test_gc.py")
