@@ -74,6 +74,18 @@ def test_the_table_has_the_best_in_80_columns(folder):
     assert all(one["memory_bytes"] <= 78 * 2**30 for one in found["best"])
 
 
+def test_the_table_has_80_columns_with_large_figures_too():
+    """GPUs have a column of their own where rows have different numbers of them."""
+    large = CLUSTER | {"nodes": 256, "gpu": "b200", "price_per_gpu_hour": 4.5}
+    flags = f"{FLAGS} --num-layers 80 --hidden-size 8192 --num-attention-heads 64 --global-batch-size 1024"
+    lines = run("--top", "3", cluster=large, flags=f"{flags} --micro-batch-size 16").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:2] == ["#", "TP"]
+    assert any(line.startswith("The best of ") and " configurations on 1024 GPUs, " in line for line in lines)
+    few = run("--top", "300", "--objective", "cost", cluster=CLUSTER | {"price_per_gpu_hour": 1.0})
+    assert few.splitlines()[1].split()[:3] == ["#", "GPUS", "TP"]
+
+
 def test_the_picture_has_a_row_for_each_of_the_best(folder):
     run("--top", "2", "--png", "two.png")
     run("--top", "6", "--png", "six.png")

@@ -230,8 +230,9 @@ def _print_untold(one: Profile) -> None:
 
 
 def _gib(its: Proposal) -> str:
-    low, high = (end / 2**30 for end in its.interval_bytes)
-    return f"{its.peak_bytes / 2**30:.1f} ({low:.1f}-{high:.1f})"
+    shown, low, high = (end / 2**30 for end in (its.peak_bytes, *its.interval_bytes))
+    places = 1 if high < 100 else 0
+    return f"{shown:.{places}f} ({low:.{places}f}-{high:.{places}f})"
 
 
 def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error: float) -> None:
@@ -240,18 +241,28 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
     from megatron.fill.wings.configure.ranked import ranks
 
     priced = cluster.price_per_gpu_hour is not None
-    headings = ["#", "GPUS", "TP", "PP", "VPP", "DP", "CP", "EP", "MB", "RECOMPUTE"]
+    alike = len({one.proposal.parallel.gpus for one in choice.best}) == 1
+    headings = ["#", *([] if alike else ["GPUS"]), "TP", "PP", "VPP", "DP", "CP", "EP", "MB", "RECOMPUTE"]
     headings += ["TIME\nS", "MEMORY\nGIB", "BUBBLE\nSHARE", "FILL\nGPUS", *(["COST\n/ITER"] if priced else [])]
     table = plain_table(*(f"{'<' if heading == 'RECOMPUTE' else '>'}{heading}" for heading in headings), gap=1)
     main = objective == "main"
     ranked = ranks([one.proposal.iteration_s if main else one.net_gpu_s for one in choice.best], error)
     for rank, one in zip(ranked, choice.best, strict=True):
         its, para = one.proposal, one.proposal.parallel
-        sizes = (para.gpus, para.tp, para.pp, para.chunks, para.dp, para.cp, para.ep, para.microbatch)
+        sizes = (
+            *(() if alike else (para.gpus,)),
+            para.tp,
+            para.pp,
+            para.chunks,
+            para.dp,
+            para.cp,
+            para.ep,
+            para.microbatch,
+        )
         row = [f"{rank}{'=' if ranked.count(rank) > 1 else ' '}", *map(str, sizes), para.recompute.value]
         row += [f"{its.iteration_s:.4g}", _gib(its), f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
-    Console(width=80 if not priced else 90).print(table)
+    Console(width=80).print(table)
     if len(set(ranked)) < len(ranked):
         print(f"= marks ties: rows within {error:.1%} of a rank's first, whose order is not known.")
     for number, one in enumerate(choice.best, 1):
@@ -261,4 +272,5 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
             print(f"Row {number}: of its stages, {', '.join(ends)}.")
         if (split := one.proposal.parallel.stage_layers) is not None:
             print(f"Row {number}: its virtual stages have {min(split)} to {max(split)} layers, the last {split[-1]}.")
-    print(f"The best of {choice.configurations} configurations, {choice.timed} of which were timed.")
+    on = f" on {choice.best[0].proposal.parallel.gpus} GPUs" if alike else ""
+    print(f"The best of {choice.configurations} configurations{on}, {choice.timed} of which were timed.")
