@@ -37,8 +37,10 @@ _CALLS = (
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
 
+_BARRIERS = frozenset({"barrier", "monitored_barrier"})
 _TRANSFERS = frozenset({"send", "recv", "recv_anysource"})
 _NOBODY = ""  # name of a wait that is not in the account
+_EVERYBODY = "all ranks"
 
 Call = Callable[..., Any]
 
@@ -70,19 +72,25 @@ _NAMED: tuple[tuple[str, dict[str, bool], str], ...] = (
 
 
 @functools.cache
-def wait_name(group: Any) -> str:
-    """Return the name in the account of a wait in this group; empty for a group of one rank, which never waits."""
+def wait_name(group: Any, *, meets: bool = False) -> str:
+    """Return the name in the account of a wait in this group; empty for a group of one rank, which never waits.
+
+    Args:
+        meets: True for a barrier.  One of all ranks is nothing that the replicas exchange, also where all are replicas.
+    """
     import torch
     from megatron.core import parallel_state
 
     ranks = set(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1:
         return _NOBODY
+    if meets and len(ranks) == torch.distributed.get_world_size():
+        return _EVERYBODY
     for getter, arguments, name in _NAMED:
         with contextlib.suppress(AssertionError, AttributeError, TypeError):  # not made, or not in this version
             if ranks == set(torch.distributed.get_process_group_ranks(getattr(parallel_state, getter)(**arguments))):
                 return name
-    return "all ranks" if len(ranks) == torch.distributed.get_world_size() else "other groups"
+    return _EVERYBODY if len(ranks) == torch.distributed.get_world_size() else "other groups"
 
 
 def blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -149,7 +157,8 @@ def install(stack: contextlib.ExitStack) -> None:
         @functools.wraps(call)
         def run(group: Any, *args: Any, **kwargs: Any) -> Any:
             across = bus.between_passes and (posts_transfer(name) or spans_stages(group))
-            whose = wait_name(group) if across or (account.settled and account.thread == get_ident()) else _NOBODY
+            ours = across or (account.settled and account.thread == get_ident())
+            whose = wait_name(group, meets=name in _BARRIERS) if ours else _NOBODY
             if not whose:
                 return call(group, *args, **kwargs)
             if not blocks(name, args, kwargs):

@@ -326,8 +326,11 @@ class BubbleBus:
             self._guarded(self.listener.disturbed, reason)
 
     def computing(self, name: str) -> str:
-        """Return the name in the account of a pass that begins now."""
-        return EVALUATION if self._in_cycle and not self._training else name
+        """Return the name in the account of a pass that begins now.
+
+        A forward outside of iterations is an evaluation's also where there are no schedules, with one stage.
+        """
+        return EVALUATION if not self._training and (self._in_cycle or name == "forward") else name
 
     @property
     def in_drain(self) -> bool:

@@ -21,6 +21,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.timers import Timers, dist_all_gather_func
 from megatron.fill.hooks import bus
 from megatron.fill.types import CycleKey
+from pipefill_patches.collectives import wait_name
 from pipefill_patches.schedules import spanned
 
 pipefill_patches.apply(("cpu_backend",))
@@ -136,6 +137,8 @@ found = {
 pipefill_patches.PATCHES["training_loop"].revert()
 calls_reverted = all(vars(groups)[name] is call for name, call in before[0].items())
 found["reverted"] = calls_reverted and dist.Work.wait == before[1] and os.fsync is fsync
+parallel_state.get_data_parallel_group = lambda **_: dist.group.WORLD
+found["replicas"] = [wait_name(dist.group.WORLD, meets=meets) for meets in (False, True)]
 print(json.dumps(found))
 """
 
@@ -186,6 +189,10 @@ def test_a_wait_for_storage_is_a_bubble_in_a_save_only(found):
         "after": [],
         "save": ["save"],
     }
+
+
+def test_a_barrier_is_no_exchange_of_replicas_though_all_ranks_are_replicas(found):
+    assert found["replicas"] == ["data group", "all ranks"]
 
 
 def test_no_bubble_where_nobody_waits(found):

@@ -156,7 +156,7 @@ def _draw(
                 workers += [worker for _, worker in its.attempts()]
         several = f"segment {drawn.segment} of {len(segments)}" if len(segments) > 1 else ""
         what = ", ".join(part for part in (several, drawn.what) if part)
-    write_trace(run_dir / TRACE, ranks, workers, iterations, what=what)
+    write_trace(run_dir / TRACE, ranks, workers, iterations, what=what, accounts=report.account)
     draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, accounts=report.account, what=what)
     return ranks, workers
 

@@ -20,7 +20,7 @@ _PAIRS = (
     (("forward-compute",), ("forward", "data loading")),
     (("backward-compute",), ("backward",)),
     (_TRANSFERS, _BUBBLES),
-    (("all-grads-sync",), ("data group", "expert group")),
+    (("all-grads-sync", "params-all-gather"), ("data group",)),
     (("optimizer",), ("optimizer",)),
     (("evaluate",), ("evaluation", "evaluation wait")),
     (("save-checkpoint", "save-checkpoint-non-persistent"), ("save",)),

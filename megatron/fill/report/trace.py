@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.linux.files import write_text
+from megatron.fill.report.schema import AccountReport
 from megatron.fill.report.window import Window, choose_window, near
 from megatron.fill.types import Bubble, BubbleUse, RankRecord, WorkerRecord
 
@@ -23,6 +24,7 @@ def write_trace(
     iterations: int = 3,
     *,
     what: str = "",
+    accounts: Sequence[AccountReport] = (),
 ) -> None:
     """Write the trace of a few iterations: one process per rank, with threads main job, bubbles and side task.
 
@@ -31,6 +33,7 @@ def write_trace(
     Args:
         iterations: number of iterations to write.
         what: description of the ranks, if not all are written.
+        accounts: accounts of the run; those of the ranks that are written go into ``otherData``.
     """
     ranks = sorted(ranks, key=lambda record: record.info.rank)
     window = choose_window(ranks, workers, iterations)
@@ -41,9 +44,16 @@ def write_trace(
             uses = {use.seq: use for worker in its for use in worker.uses}
             timed = [*_main(record, window), *_bubbles(record, uses, window), *_side(its, window)]
             events += sorted(timed, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
-    about = {"source": "PipeFill"} | ({"ranks": what} if what else {})
+    about: dict[str, Any] = {"source": "PipeFill"} | ({"ranks": what} if what else {})
+    numbers = {record.info.rank for record in ranks}
+    if its_s := {f"rank {one.rank}": _seconds(one) for one in accounts if one.rank in numbers}:
+        about["account_s"] = its_s
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def _seconds(account: AccountReport) -> dict[str, float]:
+    return {one.name: round(one.time_s, 6) for one in account.times}
 
 
 def _names(record: RankRecord) -> Iterator[dict[str, Any]]:

@@ -102,7 +102,9 @@ def test_waits_have_the_names_of_their_bubbles():
     bus, clock = BubbleBus(), Clock()
     bus.account = Account(clock)
     assert not bus.waited
+    assert bus.computing("forward") == "evaluation"  # of one stage, which has no schedule
     bus.begin_iteration(1)
+    assert bus.computing("forward") == "forward"
     bus.begin_schedule(CycleKey("1f1b", 1))
     bus.open()
     clock.now_ns += 5

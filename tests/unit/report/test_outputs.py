@@ -118,6 +118,18 @@ def test_trace(tmp_path: Path) -> None:
         assert_nested(its)
 
 
+def test_the_trace_has_the_accounts_of_the_ranks_that_are_in_it(tmp_path: Path) -> None:
+    ranks, workers, _ = synthetic_run()
+    times = [NamedTime(name="forward", compute=True, time_s=1.5, share=1.0, long_s=1.5)]
+    one = AccountReport(
+        rank=0, stage=0, wall_s=1.5, named_share=1.0, idle_share=0.0, long_idle_s=0.0, blind=False, times=times
+    )
+    accounts = [one.model_copy(update={"rank": rank}) for rank in (0, 1, 7, None)]
+    write_trace(tmp_path / "trace.json", ranks, workers, accounts=accounts)
+    about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert about["account_s"] == {"rank 0": {"forward": 1.5}, "rank 1": {"forward": 1.5}}
+
+
 def assert_nested(events: list[dict]) -> None:
     """On one thread, an event lies inside another or outside it."""
     open_ends: list[float] = []

@@ -25,6 +25,16 @@ def test_a_timer_is_compared_with_what_the_account_has_for_its_time():
     assert (rest.timers, rest.rows, rest.account_s, rest.difference_s) == (["interval-time"], [], None, None)
 
 
+def test_what_replicas_exchange_is_the_gradients_and_the_parameters_and_not_the_experts_tokens():
+    ours = {"params-all-gather": 1.0, "all-grads-sync": 2.0}
+    (found,) = compared(ours, {"data group": 3.5, "expert group": 9.0})
+    assert (found.timers, found.rows, found.difference_s) == (
+        ["all-grads-sync", "params-all-gather"],
+        ["data group"],
+        0.5,
+    )
+
+
 def test_timers_are_added_up_over_ranks_and_segments_and_printed(tmp_path: Path):
     segments = [begin_segment(tmp_path, "train", 2).segment for _ in range(2)]
     for segment in segments:
