@@ -14,6 +14,8 @@ from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.store.location import ENVIRONMENT as STORE
 from megatron.fill.store.location import WHERE_PASSWORDS_GO, database_file, has_password, locate, shown
 
+_SQLITE = b"SQLite format 3\0"  # the beginning of its databases
+
 
 def store_of(settings: FillSettings, run_dir: Path) -> str:
     """Return the URL or path of the run's job store."""
@@ -31,7 +33,20 @@ def served(settings: FillSettings, run_dir: Path) -> str:
     file = database_file(store)
     shared = network_file_system(file) if file is not None else ""
     warning = f"; it is on {shared}: submit from this machine only, or use PostgreSQL" if shared else ""
+    if file is not None and not _may_be_database(file):
+        warning += f"; NO JOB CAN BE HAD FROM IT: {file} is no SQLite database"
     return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
+
+
+def _may_be_database(file: Path) -> bool:
+    """True unless the file has contents that do not begin as a database of SQLite does."""
+    if not file.is_file():
+        return True
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_SQLITE)) in (_SQLITE, b"")
+    except OSError:  # agents may find it better
+        return True
 
 
 def check_secret(settings: FillSettings) -> None:

@@ -289,6 +289,13 @@ def test_a_ramp_that_megatron_ignores_is_said(caplog, ramp, begins, said):
     assert [message.partition(", not")[0] for message in caplog.messages] == said
 
 
+def test_a_store_that_is_no_database_is_said_at_the_start(tmp_path):
+    for name, text in (("notes.db", b"jobs: []"), ("empty.db", b""), ("jobs.db", b"SQLite format 3\0 and more")):
+        (tmp_path / name).write_bytes(text)
+        said = served(FillSettings(store=str(tmp_path / name)), tmp_path)
+        assert said.endswith(f"NO JOB CAN BE HAD FROM IT: {tmp_path / name} is no SQLite database") is (name[0] == "n")
+
+
 def test_what_no_run_folder_can_do_keeps_no_other_rank_waiting(tmp_path, monkeypatch, caplog):
     def fault(*_: object) -> NoReturn:
         raise UnicodeEncodeError("ascii", "é", 0, 1, "ordinal not in range(128)")
