@@ -25,6 +25,9 @@ if SCRIPT != "pretrain_gpt.py":
     pytest.skip("pretrain_gpt.py, which chaos trains with, needs megatron-core 0.19", allow_module_level=True)
 
 
+pytestmark = pytest.mark.timeout(900)  # quiet: a minute and a half; on a busy machine the faults wait for their jobs
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("chaos")
@@ -37,7 +40,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=850,
     )
     assert (folder / "chaos.json").exists(), done.stderr[-4000:]
     outcome = json.loads((folder / "chaos.json").read_text(encoding="utf-8"))
