@@ -81,7 +81,7 @@ def test_the_table_has_80_columns_with_large_figures_too():
     lines = run("--top", "3", cluster=large, flags=f"{flags} --micro-batch-size 16").splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[:2] == ["#", "TP"]
-    assert any(line.startswith("The best of ") and " configurations on 1024 GPUs, " in line for line in lines)
+    assert any(line.startswith("The best of ") and " configurations on 1,024 GPUs, " in line for line in lines)
     few = run("--top", "300", "--objective", "cost", cluster=CLUSTER | {"price_per_gpu_hour": 1.0})
     assert few.splitlines()[1].split()[:3] == ["#", "GPUS", "TP"]
 
@@ -255,6 +255,10 @@ def test_pays_has_ranks_enough_for_the_experts():
         "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --context-parallel-size 2"
     )
     assert json.loads(pays("--json", "--", *FLAGS.split(), *experts.split()))["gpus"] == 16
+
+
+def test_pays_counts_one_gpu_as_one():
+    assert re.match(r"An iteration takes [\d.]+ s on 1 GPU; ", pays("--", *FLAGS.split()))
 
 
 def test_fewer_query_groups_than_tensor_parallel_ranks_are_taken():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron.fill.cli.options import Json, check_writable
-from megatron.fill.display import plain_table
+from megatron.fill.display import counted, plain_table
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def pays(
         print_json(_figures(found) | {"pays": worth >= _PAYS, **_said(training)})
         return
     its = found.proposal
-    print(f"An iteration takes {its.iteration_s:.3g} s on {its.parallel.gpus} GPUs; {its.bubble_share:.1%} is bubbles.")
+    there = counted(its.parallel.gpus, "GPU")
+    print(f"An iteration takes {its.iteration_s:.3g} s on {there}; {its.bubble_share:.1%} is bubbles.")
     if worth >= _PAYS:
         print(f"Inference of BERT-base in them does the work of {found.gpus_worth:.2f} GPUs ({worth:.1%}).")
     else:
@@ -272,5 +273,5 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
             print(f"Row {number}: of its stages, {', '.join(ends)}.")
         if (split := one.proposal.parallel.stage_layers) is not None:
             print(f"Row {number}: its virtual stages have {min(split)} to {max(split)} layers, the last {split[-1]}.")
-    on = f" on {choice.best[0].proposal.parallel.gpus} GPUs" if alike else ""
+    on = f" on {counted(choice.best[0].proposal.parallel.gpus, 'GPU')}" if alike else ""
     print(f"The best of {choice.configurations} configurations{on}, {choice.timed} of which were timed.")
