@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+from megatron.fill import untrusted
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import AGENTS, CONTROL, JOBS, PARTS, PRIVATE, RECORDS
@@ -40,12 +41,10 @@ def served(settings: FillSettings, run_dir: Path) -> str:
 
 def _may_be_database(file: Path) -> bool:
     """True unless the file has contents that do not begin as a database of SQLite does."""
-    if not file.is_file():
-        return True
     try:
-        with file.open("rb") as opened:
+        with untrusted.open_plain(file) as opened:
             return opened.read(len(_SQLITE)) in (_SQLITE, b"")
-    except OSError:  # agents may find it better
+    except OSError:  # none yet, or none that can be read now
         return True
 
 
