@@ -22,7 +22,7 @@ _COMMON = (
     "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
     "--hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --cross-entropy-loss-fusion "
     "--cross-entropy-fusion-impl te --no-masked-softmax-fusion --no-create-attention-mask-in-dataloader "
-    "--micro-batch-size 1 --group-query-attention "
+    "--micro-batch-size 1 "
 )
 _LATENT = (
     "--num-attention-heads 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "

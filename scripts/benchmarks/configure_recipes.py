@@ -211,7 +211,7 @@ class Found:
     """What the search says: the place and the rank of the published layout, and the layout that is first.
 
     Attributes:
-        over_first: by how much it is slower than the first; None if it does not fit by the accounting.
+        over_first: by how much it is slower than the fastest; None if it does not fit by the accounting.
         search_s: CPU time of the search.
     """
 
@@ -239,9 +239,9 @@ def find(one: Published, top: int = 12) -> Found:
     training, cluster = one.training(), one.cluster()
     links = cluster.links(Path())
     began_s = time.process_time()
-    found = search(training, cluster, links, top).proposals
+    found = search(training, cluster, links, top, error=MODEL_ERROR).proposals
     search_s = time.process_time() - began_s
-    times = [its.iteration_s for its in found]
+    times = [its.iteration_s for its in search(training, cluster, links, top).proposals]
     place = next((at for at, its in enumerate(found) if shape_of(its.parallel) == one.shape), None)
     own = found[place].iteration_s if place is not None else _own_s(training, cluster, links, one.shape)
     rank = None

@@ -78,6 +78,8 @@ def computed_as_there(monkeypatch):
     """Passes as short as the simulator's, so that what ranks exchange weighs even where layers are small."""
     monkeypatch.setattr(latency, "stage_cost", stage_cost)
     monkeypatch.setattr(latency, "STEP_LAUNCHES", 0)
+    for name, value in (("_BEGIN_S", 0.0), ("_GATHERED", 0.7)):
+        monkeypatch.setattr(overlap, name, value)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +341,7 @@ def test_what_flags_let_overlap_is_hidden_but_for_a_part():
     there = Links.uniform(NETWORKS["dgx-a100"], 1)
     layout = lay_out(there, its, range(4))
     hidden, plain = (iteration(each, A100, 0.45, its, layout) for each in (model, large))
-    all_reduced_ns = 1e9 * 2 * all_reduce_s(layout.stages[0].tensor, 2, boundary_bytes(large, its)) * large.layers
+    all_reduced_ns = 1e9 * overlap.tensor_exchange_s(large, its, layout.stages[0].tensor) * large.layers
     shorter = plain.costs.stages[0].forward_ns - hidden.costs.stages[0].forward_ns
     assert shorter == pytest.approx((1 - overlap.HELD) * all_reduced_ns / 2)  # the hidden half holds processors
     assert hidden.reduce_ns[0] < plain.reduce_ns[0]
@@ -377,20 +379,40 @@ def test_transfers_beside_passes_of_virtual_stages_hold_processors():
         assert [one - alone for one, alone in zip(*passes, strict=True)] == held
 
 
-def test_what_8_bit_products_gather_is_half_as_large_with_sequence_parallelism():
+def test_collectives_of_tensor_parallelism_copy_and_begin():
+    """By hand: two for each layer; the shares are those of a link of which others reach 0.7."""
+    size, route = boundary_bytes(SMALL, Parallel(pp=1, global_batch=1)), Route([(7e8, 0.0)])
+    for tp, moved in ((2, 1.56), (8, 2.31)):
+        its = Parallel(tp=tp, pp=1, global_batch=1)
+        assert overlap.tensor_exchange_s(SMALL, its, route) == pytest.approx(2 * (22e-6 + moved * size / 1e9))
+        its = replace(its, sequence_parallel=True)
+        expected = 2 * (2 * 22e-6 + 2 * (tp - 1) / tp * size / 0.673e9)
+        assert overlap.tensor_exchange_s(SMALL, its, route) == pytest.approx(expected)
+    assert overlap.tensor_exchange_s(SMALL, replace(its, tp=1), Route()) == 0.0
+
+
+def test_an_all_to_all_reaches_less_of_the_links_of_a_node():
+    experts = replace(SMALL, experts=8, experts_per_token=2)
+    its = Parallel(tp=1, pp=1, dp=2, ep=2, global_batch=2)
+    inside, between = (
+        overlap.dispatch_s(
+            experts, its, lay_out(Links.uniform(NodeNetwork("n", 1e9, 1e9, gpus, 0.0), 2), its).stages[0]
+        )
+        for gpus in (2, 1)
+    )
+    assert inside == pytest.approx(between * 0.7 / 0.597)
+
+
+def test_what_8_bit_products_gather_is_half_as_large_with_sequence_parallelism(monkeypatch):
+    monkeypatch.setattr(overlap, "_BEGIN_S", 0.0)
     small = replace(SMALL, kernels=Kernels(transformer_engine=True, fp8=True))
     its = Parallel(tp=2, pp=1, global_batch=1)
     routes = replace(lay_out(Links.uniform(NETWORKS["dgx-a100"], 1), its, range(2)).stages[0], tensor=Route([(1e9, 0)]))
     parts = {"core_attn": Part()}
-    plain, whole, gathered = (
-        overlap.layer_exchange_s(model, one, routes, parts)[0]
-        for model, one in (
-            (SMALL, replace(its, sequence_parallel=True)),
-            (small, its),
-            (small, replace(its, sequence_parallel=True)),
-        )
-    )
-    assert plain == whole == pytest.approx(gathered / 0.75)
+    for sequence_parallel, share in ((True, 0.75), (False, 1.0)):
+        one = replace(its, sequence_parallel=sequence_parallel)
+        plain, gathered = (overlap.layer_exchange_s(model, one, routes, parts)[0] for model in (SMALL, small))
+        assert gathered == pytest.approx(share * plain)
 
 
 @pytest.mark.parametrize("seed", range(150))

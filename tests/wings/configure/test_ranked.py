@@ -24,11 +24,28 @@ FLAGS = (
         ([], []),
         ([1.0, 2.0, 3.0], [1, 2, 3]),
         ([1.0, 1.0 + ERROR / 2, 1.0 + 2 * ERROR, 1.0 + 3 * ERROR], [1, 1, 3, 3]),
-        ([1.0, 1.0 + 0.9 * ERROR, 1.0 + 1.8 * ERROR], [1, 1, 3]),  # ties are with the first of a rank
+        ([1.0, 1.0 + 0.9 * ERROR, 1.0 + 1.8 * ERROR], [1, 1, 3]),  # ties are with the fastest of a rank
+        ([1.0 + 0.9 * ERROR, 1.0, 1.0 + 1.8 * ERROR], [1, 1, 3]),
     ],
 )
 def test_rows_within_the_error_are_ties(values, expected):
     assert ranks(values) == expected
+
+
+def test_of_experts_ties_that_leave_room_and_share_experts_out_in_a_node_come_first():
+    fields = {"nodes": 2, "gpus_per_node": 4, "gpu": "a100-40gb", "memory": "12GiB", "network": "dgx-a100"}
+    cluster = Cluster.model_validate(fields)
+    experts = "--num-experts 16 --moe-router-topk 2 --moe-grouped-gemm --sequence-parallel --seq-length 4096"
+    training = read_flags([*FLAGS.split(), *experts.split()])
+    by_time, safest = (search(training, cluster, cluster.links(Path()), 400, error=its).proposals for its in (0.0, 0.3))
+    times = [one.iteration_s for one in by_time]
+    assert times == sorted(times)
+    ties = sum(its <= 1.3 * times[0] for its in times)
+    assert safest[ties:] == by_time[ties:]
+    keys = [(one.peak_bytes > 0.9 * one.room_bytes, -min(one.parallel.ep, 4), one.iteration_s) for one in safest[:ties]]
+    assert keys == sorted(keys)
+    assert len({key[:2] for key in keys}) > 3  # some leave room and some do not
+    assert search(training, cluster, cluster.links(Path()), 2, error=0.3).proposals == safest[:2]
 
 
 def found(*layout: str) -> tuple[Valued, tuple[Training, Cluster, None]]:

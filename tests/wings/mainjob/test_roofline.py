@@ -81,7 +81,27 @@ def test_what_is_sent_once_to_each_rank_is_moved_less():
     tokens_bytes = 2 * ITS.microbatch * LARGE.sequence * LARGE.hidden
     sent = 2 * experts.chosen_share(1 / 2)  # 69 of 70 choices have an expert of each half
     assert sent == pytest.approx(2 * 69 / 70)
-    assert all_to_all - once == pytest.approx(4 * (4 - sent) * tokens_bytes / (A100.traffic * A100.memory_bandwidth))
+    copies = 2 * (1 + 3 * 4) - 2 * (sent + 4)
+    assert all_to_all - once == pytest.approx(1.33 * copies * tokens_bytes / (A100.traffic * A100.memory_bandwidth))
+
+
+def test_8_bit_numbers_take_launches_outside_of_graphs():
+    """Five for each of a layer's four products, and twice as many in the backward pass."""
+    for kind in (LARGE, replace(LARGE, experts=8, experts_per_token=2, kernels=Kernels(grouped=True))):
+        plain, small = (launches(replace(kind, kernels=replace(kind.kernels, fp8=fp8)), ITS) for fp8 in (False, True))
+        assert (small[0] - plain[0], small[1] - plain[1]) == (20, 40)
+    plain, small = (launches(replace(LARGE, kernels=Kernels(graphs=("attn",), fp8=fp8)), ITS) for fp8 in (False, True))
+    assert small[0] - plain[0] == 10
+
+
+def test_numbers_of_each_expert_are_made_smaller_one_after_the_other():
+    """Where experts have few tokens each, by the least time of a launch: two products forward, two backward."""
+    model = replace(LARGE, sequence=8, experts=8, experts_per_token=2, kernels=Kernels(grouped=True))
+    plain, small = (
+        layer_parts(replace(model, kernels=replace(model.kernels, fp8=fp8)), A100, ITS, 0.5)["moe"]
+        for fp8 in (False, True)
+    )
+    assert small.forward_s - plain.forward_s <= 2 * 8 * 9e-6 < small.forward_s
 
 
 def test_flash_attention_computes_half_of_the_scores_and_moves_none():

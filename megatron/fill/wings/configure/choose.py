@@ -41,6 +41,7 @@ def choose(
     moves: int = 3000,
     passes: Passes | None = None,
     correction: Correction | None = None,
+    error: float = 0.0,
 ) -> Choice:
     """Return the best configuration by an objective.
 
@@ -52,6 +53,7 @@ def choose(
         seed: seed of the annealing; ``moves`` is the number of moves tried for a configuration.
         passes: measured passes; None for the analytic model.
         correction: learned correction of the memory estimates.
+        error: by *main*, as ``search`` has it.
 
     Raises:
         ConfigError: nothing fits; the message names what excludes all.
@@ -59,7 +61,8 @@ def choose(
     sizes = [cluster.nodes]
     if objective is Objective.COST:
         sizes = divisors(cluster.nodes)[::-1]
-    pool = top if objective is Objective.MAIN else _POOL * top
+    main = objective is Objective.MAIN
+    pool = top if main else _POOL * top
     found: list[Valued] = []
     configurations = timed = 0
     problem: ConfigError | None = None
@@ -67,7 +70,7 @@ def choose(
         gpus = nodes * cluster.gpus_per_node
         there = links if nodes == cluster.nodes else links.first(gpus)
         try:
-            its = search(training, cluster, there, pool, gpus, passes, correction)
+            its = search(training, cluster, there, pool, gpus, passes, correction, error if main else 0.0)
         except ConfigError as error:
             problem = problem or error
             continue
@@ -80,7 +83,10 @@ def choose(
     if not found:
         assert problem is not None
         raise problem
-    found.sort(key=lambda one: one.proposal.iteration_s if objective is Objective.MAIN else one.net_gpu_s)
+    if not main:
+        found.sort(key=lambda one: one.net_gpu_s)
+    elif cluster.measured is not None:
+        found.sort(key=lambda one: one.proposal.iteration_s)
     return Choice(tuple(found[:top]), configurations, timed)
 
 

@@ -21,6 +21,12 @@ _AT_STEP = "--overlap-param-gather-with-optimizer-step"
 # performance guide).
 HELD = 0.12
 _EIGHT_BITS = 0.75  # of tensor parallelism's bytes: what is gathered is half as large, what is reduced is not
+# Collectives of a node's ranks, where others reach 0.7 of its links (``Cluster.intra_node_share``).  vTrain's
+# all-reduces of 32 MiB and more (trace/a100, two to eight A100) take as long as sending 2 (n-1) / n + 0.56 times the
+# data with all of a link, as ranks copy what they begin and end with.  SimuMax's on eight B200 reach 0.742, where by
+# this it is 0.76; what gathers and scatters 0.673, an all-to-all 0.597; and each takes 22 us to begin
+# (configs/system/b200_bf16_ceperm.json).
+_REACHED, _COPIED, _GATHERED, _SENT, _BEGIN_S = 0.7, 0.56, 0.673, 0.597, 22e-6
 
 
 def expert_problem(model: ModelSpec, its: Parallel) -> str:
@@ -90,8 +96,13 @@ def exposed_s(exchange_s: float, beside_s: float, share: float) -> float:
 
 def tensor_exchange_s(model: ModelSpec, its: Parallel, route: Route) -> float:
     """Return the seconds of what tensor-parallel ranks exchange in one pass of one layer, hidden or not."""
+    if its.tp == 1:
+        return 0.0
+    ring = 2 * (its.tp - 1) / its.tp
+    collectives, more = (2, _REACHED / _GATHERED) if its.sequence_parallel else (1, _REACHED * (1 + _COPIED / ring))
     gathered = _EIGHT_BITS if model.kernels.fp8 and its.sequence_parallel else 1.0
-    return ALL_REDUCES * all_reduce_s(route, its.tp, gathered * boundary_bytes(model, its))
+    size = more * gathered * boundary_bytes(model, its)
+    return ALL_REDUCES * (collectives * _BEGIN_S + all_reduce_s(route, its.tp, size))
 
 
 def layer_exchange_s(
@@ -140,7 +151,8 @@ def dispatch_s(model: ModelSpec, its: Parallel, routes: StageRoutes) -> float:
         return 0.0
     size = boundary_bytes(model, its) / its.tp  # with experts, sequence parallelism is on
     if not model.kernels.dispatcher:
-        return sum(route.time_s(size * model.experts_per_token / its.ep) for route in routes.experts)
+        more = _REACHED / _SENT if routes.spread.nodes == 1 else 1.0
+        return sum(route.time_s(more * size * model.experts_per_token / its.ep) for route in routes.experts)
     there = routes.spread
     between = size * (there.nodes - 1) * model.chosen_share(1 / there.nodes)
     within = size * there.nodes * (there.ranks - 1) * model.chosen_share(1 / its.ep)

@@ -36,10 +36,10 @@ class Parts:
 
 
 def ranks(values: Sequence[float], error: float = ERROR) -> list[int]:
-    """Rank of each ascending value, from 1; within the error of the first of a rank, they are tied."""
+    """Rank of each value, from 1; within the error of the least of a rank, they are tied, in any order."""
     found: list[int] = []
     for at, value in enumerate(values):
-        tied = at > 0 and value - values[found[-1] - 1] <= error * values[found[-1] - 1]
+        tied = at > 0 and value <= (1 + error) * min(values[found[-1] - 1 :])
         found.append(found[-1] if tied else at + 1)
     return found
 

@@ -32,6 +32,7 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 
 _MEMORY = "memory"
+_ROOM_USED = 0.9  # of a GPU's room, by layouts of experts that come first; NVIDIA's published ones use up to 0.87
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +233,13 @@ def search(
     gpus: int | None = None,
     passes: Passes | None = None,
     correction: Correction | None = None,
+    error: float = 0.0,
 ) -> Found:
     """The fastest configurations, ranks in the cluster's own order.
 
     Args:
+        error: share of the fastest's time by which others may be slower and come before it, with experts: see
+            ``safest``.
         gpus: number of GPUs to use; None for all of the cluster.
         passes: measured passes; None for the analytic model.
         correction: learned correction of the memory estimates.
@@ -253,15 +257,33 @@ def search(
     configurations = len(bounded) + excluded[_MEMORY]
     best: list[tuple[int, int, Proposal]] = []
     timed = 0
+    tied = 1 + error if training.model.experts else 1.0
     for least_ns, number, times in bounded:
-        if len(best) >= top and least_ns > best[top - 1][0]:
+        if len(best) >= top and least_ns > max(best[top - 1][0], tied * best[0][0]):
             break
         timed += 1
         for one in _with_recompute(evaluator, times, excluded):
             insort(best, (one.timeline.period_ns, number, one), key=lambda its: its[:2])
     if not best:
         raise ConfigError(_nothing(evaluator, excluded, gpus or cluster.gpus))
-    return Found(tuple(one for _, _, one in best[:top]), configurations, timed, excluded)
+    found = [one for _, _, one in best]
+    if tied > 1:
+        ties = sum(period_ns <= tied * best[0][0] for period_ns, *_ in best)
+        found[:ties] = safest(found[:ties], cluster)
+    return Found(tuple(found[:top]), configurations, timed, excluded)
+
+
+def safest(ties: Sequence[Proposal], cluster: Cluster) -> list[Proposal]:
+    """Return configurations whose order in time is not known, the safest first; equally safe ones as they are.
+
+    First are those that leave a tenth of the room free, as routing gives some ranks more tokens than the accounting
+    has; and of these, the ones with most of a node's ranks for different experts, which hold each expert fewer times.
+    """
+
+    def key(one: Proposal) -> tuple[bool, int]:
+        return one.peak_bytes > _ROOM_USED * one.room_bytes, -min(one.parallel.ep, cluster.gpus_per_node)
+
+    return sorted(ties, key=key)
 
 
 def _with_recompute(evaluator: Evaluator, times: Iteration, excluded: Counter[str]) -> Iterator[Proposal]:

@@ -105,6 +105,9 @@ _V100 = "NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2"
 # (configs/system/a100_pcie.json): attention 0.51.
 _SUSTAINED, _FLASH = 0.613, 0.73
 _A100_FLASH = 0.65
+# With more power for each GPU, more of it: as NVIDIA's published trainings of 405B, 235B and DeepSeek-V3 on 256 GPUs
+# have it (Megatron-Bridge's docs/performance-summary.md), where those on 256 B200 are right with B200's.
+_GB200_SUSTAINED, _GB300_SUSTAINED = 0.66, 0.82
 _MOVED, _B200_MOVED = 0.71, 0.67  # of memory bandwidth, there too
 # Of H100 there is no such table.  Layers of Sailor's profiles (GPT-Neo of 2.7 billion parameters, TF32) are 2.1 times
 # as fast on a GH200 as on an A100, whose peaks are 3.2 to 1.  Products and attention are taken to reach 0.52 of it.
@@ -117,7 +120,7 @@ _A100_80GB = GpuKind(
 )
 _DGX_A100 = (
     "NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand; latency: vTrain's all-reduces of 1 MiB in a node of eight "
-    "(trace/a100), 14 messages in 92 us"
+    "(trace/a100), 14 messages in 92 us, 22 of which are the beginning"
 )
 _NVL72 = "NVIDIA GB200 NVL72 data sheet: NVLink 1,800 GB/s both ways; 400 Gbit/s InfiniBand per GPU"
 _NVL72_ULTRA = "NVIDIA GB300 NVL72 data sheet: NVLink 1,800 GB/s both ways; 800 Gbit/s InfiniBand per GPU"
@@ -164,7 +167,7 @@ GPUS: dict[str, GpuKind] = {
             _C2C,
             "NVIDIA GB200 NVL72 data sheet",
             _FLASH,
-            _SUSTAINED,
+            _GB200_SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
             capability=10.0,
@@ -177,7 +180,7 @@ GPUS: dict[str, GpuKind] = {
             _C2C,
             "NVIDIA GB300 NVL72 data sheet",
             _FLASH,
-            _SUSTAINED,
+            _GB300_SUSTAINED,
             fp8_any_order=True,
             traffic=_B200_MOVED,
             capability=10.3,
@@ -210,7 +213,7 @@ NETWORKS: dict[str, Network] = {
         Network("p3dn.24xlarge", 150e9, 100 * _GBIT, source="Amazon EC2 P3dn: NVLink 300 GB/s both ways, 100 Gbit/s"),
         Network("v100-edr", 150e9, 100 * _GBIT, source="NVLink 300 GB/s both ways, one InfiniBand EDR port per node"),
         Network("a100-hdr", 300e9, 200 * _GBIT, source="NVLink 600 GB/s both ways, one InfiniBand HDR port per node"),
-        Network("dgx-a100", 300e9, 8 * 200 * _GBIT, latency_s=6.6e-6, source=_DGX_A100),
+        Network("dgx-a100", 300e9, 8 * 200 * _GBIT, latency_s=5e-6, source=_DGX_A100),
         Network("dgx-h100", 450e9, 8 * 400 * _GBIT, source="NVIDIA DGX H100 data sheet: 8 x 400 Gbit/s InfiniBand"),
         Network("dgx-b200", 900e9, 8 * 400 * _GBIT, source="NVIDIA DGX B200 data sheet: 8 x 400 Gbit/s InfiniBand"),
         Network("dgx-b300", 900e9, 8 * 800 * _GBIT, source="NVIDIA DGX B300 data sheet: 8 x 800 Gbit/s InfiniBand"),

@@ -37,7 +37,11 @@ _TENSOR_KERNELS = 4  # exchange, and splitting or joining, after attention and M
 _CONTEXT_KERNELS = 8
 _EXPERT_KERNELS = 16  # router, sorting, exchange
 _EACH_KERNELS = 3  # of an expert of its own: two products and what is between them
+# To find scales and make the numbers of a product's input 8-bit ones, in Transformer Engine's layers without a graph;
+# with these, NVIDIA's trainings of Qwen3 in FP8 on 256 GPUs (Megatron-Bridge) take the host as long as was measured.
+_FP8_KERNELS = 5
 _LATENT_KERNELS = 8  # two products and a norm more for each of both latents, and joining rotated channels to others
+_PART_PRODUCTS = 2  # of attention, and of the MLP or the experts
 # Of these, in the parts of a layer that a CUDA graph may have: of _LAYER_KERNELS those with the norm before attention,
 # and of _EXPERT_KERNELS the norm before the router, it, and what counts and places tokens; the exchange is in none.
 _GRAPHED = {"attn": 9, "mlp": 7, "moe": 23, "moe_router": 6, "moe_preprocess": 5}
@@ -49,8 +53,10 @@ _LOSS_PASSES = 3  # over logits in single precision
 _QUANTIZED = 3
 # SimuMax's measured products of several experts at once (--moe-grouped-gemm) on B200, with 128 to 1,232 rows for each
 # expert (configs/system/b200_bf16_ceperm.json): others' time, but as if each expert had so many rows more, and no less
-# for each expert than it takes to launch its own, if they are not in a graph.  Off by 11% on average.
+# for each expert than it takes to launch its own, if they are not in a graph.  Off by 11% on average.  What they take
+# is made 8-bit numbers expert by expert (Transformer Engine's ``multi_tensor_quantize_impl``).
 _GROUPED_ROWS, _GROUPED_S = 200, 9e-6
+_ORDERED = 1.33  # times as long as other traffic takes: 0.50 of a B200's bandwidth (SimuMax's permutations, there too)
 # Sides of a tile; the products of a sum that take as long as a tile's beginning and end; and the least of a part of a
 # sum, as processors share out long sums too.  With these, products reach 0.78 of an A100's peak while processors are
 # busy, and the 183 that SimuMax measured (configs/system/a100_pcie.json) are off by 3.6% on average; with one share for
@@ -104,8 +110,11 @@ class _Roofline:
                 ((inner, columns, rows), added_s),
             )
         )
-        smaller = self.traffic(_QUANTIZED * rows * inner, _QUANTIZED * rows * columns) if self.faster != 1 else Part()
-        return Part(own_s, inputs_s + weights_s) + smaller
+        if self.faster == 1:
+            return Part(own_s, inputs_s + weights_s)
+        smaller = self.traffic(_QUANTIZED * rows * inner, _QUANTIZED * rows * columns)
+        forward_s, backward_s = (max(its_s, self.least_s) for its_s in (smaller.forward_s, smaller.backward_s))
+        return Part(own_s + forward_s, inputs_s + weights_s + backward_s)
 
     def traffic(self, forward_bytes: float, backward_bytes: float) -> Part:
         """Return the times of reading and writing."""
@@ -158,11 +167,14 @@ def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float
         least_s = 0.0 if "iteration" in model.kernels.graphs else _GROUPED_S
         grouped = replace(roof, rate=roof.rate / (1 + _GROUPED_ROWS / rows), least_s=least_s, processors=0)
     # Of each token, in and out: one is read and k are written in the order of their ranks, k and k in that of the
-    # experts on these; and back in the same way.  So it is 2 (1 + k) + 4 k.  What is sent once to each rank is written
-    # there in place of the first k, and read for the order of the experts.
-    sent = its.ep * model.chosen_share(1 / its.ep) if model.kernels.dispatcher else model.experts_per_token
-    moved = roof.number * tokens / its.tp * model.hidden * 2 * (1 + 2 * sent + model.experts_per_token)
-    parts["moe"] = _mlp(model, grouped, rows, model.ffn / width).times(local) + roof.traffic(moved, moved)
+    # experts on these; and back in the same way.  So it is 2 (1 + k) + 4 k.  What is sent once to each rank is read and
+    # written by what sends it, as far as it takes; put in the order of the experts are these, and k.
+    chosen = model.experts_per_token
+    sent = its.ep * model.chosen_share(1 / its.ep)
+    copies = 2 * (sent + chosen) if model.kernels.dispatcher else 2 * (1 + 3 * chosen)
+    moved = roof.number * tokens / its.tp * model.hidden * copies
+    ordered = roof.traffic(_ORDERED * moved, _ORDERED * moved)
+    parts["moe"] = _mlp(model, grouped, rows, model.ffn / width).times(local) + ordered
     activation = local * roof.number * rows * model.ffn / width * (3 if model.swiglu else 2)
     parts["moe_act"] = roof.traffic(activation, 0.0)
     if model.shared_width:
@@ -235,6 +247,9 @@ def launches(model: ModelSpec, its: Parallel) -> tuple[int, int]:
     more += _LATENT_KERNELS * (model.latent is not None)
     if model.experts and not model.kernels.grouped:  # one after the other
         more += _EACH_KERNELS * (model.experts // its.ep - 1)
+    if model.kernels.fp8:
+        mlp = "moe" if model.experts else "mlp"
+        more += _FP8_KERNELS * _PART_PRODUCTS * sum(name not in graphs for name in ("attn", mlp))
     tensor = _TENSOR_KERNELS * (its.tp > 1)
     there = _ROUTED_PARTS if model.experts else _DENSE_PARTS
     layer = _LAYER_KERNELS + more - sum(_GRAPHED[name] - 1 for name in graphs if name in there)

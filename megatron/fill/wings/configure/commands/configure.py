@@ -94,8 +94,8 @@ def configure(
     kinds = fill_kinds(there.gpu, fill)
     passes = load_passes(profile, training) if profile else None
     correction = None if memory_model is None else Correction.load(memory_model)
-    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction)
     error = MODEL_ERROR if passes is None else ERROR
+    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction, error)
     _print_choice(choice, there, Objective(objective), error)
     if len(choice.best) > 1:
         first, second = choice.best[:2]
