@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import NoReturn
 
@@ -15,6 +16,8 @@ def main() -> None:
 
     from megatron.fill.cli.app import app
 
+    if sys.stdout is None:  # closed, as some batch systems leave it
+        sys.stdout = io.StringIO()
     never_fail_to_print()
     if "" in sys.argv[1:]:  # from a shell variable that is not set
         _fail(f"argument {sys.argv.index('', 1)} is empty; expected a value")

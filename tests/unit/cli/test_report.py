@@ -97,6 +97,14 @@ def test_without_the_store_it_is_what_the_records_say(pipefill, tmp_path):
     assert not (tmp_path / "gone.db").exists()
 
 
+def test_a_command_whose_output_is_closed_does_its_work(pipefill, tmp_path, monkeypatch):
+    ranks, _, _ = synthetic_run()
+    write_segment(tmp_path / "run", ranks)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert pipefill("report", "run")[0] == 0
+    assert (tmp_path / "run" / "report.json").exists()
+
+
 def test_in_a_narrow_terminal_no_figure_is_cut(pipefill, tmp_path, monkeypatch):
     ranks, _, _ = synthetic_run()
     write_segment(tmp_path / "run", ranks)
