@@ -158,10 +158,8 @@ class Claims:
         with self._lock:
             self._held.append(held)
 
-    def stop_renewing(self, held: HeldClaim) -> None:
-        self._drop(held.claim)
-
-    def _drop(self, claim: Claim) -> None:
+    def stop_renewing(self, claim: Claim) -> None:
+        """Send no more heartbeats for this job; also where none are sent."""
         with self._lock:
             self._held = [held for held in self._held if held.claim is not claim]
 
@@ -183,7 +181,7 @@ class Claims:
             end = store.release if status.state is JobState.QUEUED else store.finish
             return end(claim, status, progress, result)
 
-        self._drop(claim)  # to a heartbeat after that, a job that has ended would look lost
+        self.stop_renewing(claim)  # to a heartbeat after that, a job that has ended would look lost
         heard = self.ask(say, patience_s)
         if heard is None:  # reported again with the heartbeats; it counts if the lease still holds then
             with self._lock:

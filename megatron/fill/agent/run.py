@@ -218,7 +218,7 @@ class JobRun:
         """
         context, job = self.context, self.job
         context.claims.renew(self.held)  # on a busy machine a start may take longer than a lease
-        always.callback(context.claims.stop_renewing, self.held)
+        always.callback(context.claims.stop_renewing, self.held.claim)
         for attendant in context.attendants:
             always.enter_context(attendant.shown(folder_name(job)))
         process = always.enter_context(self.pool.worker(job))

@@ -95,7 +95,7 @@ def test_heartbeats_keep_a_job_and_carry_progress(flaky):
     assert job.state is JobState.RUNNING
     assert job.progress.work_done > 10
     assert held.standing is Standing.HELD
-    claims.stop_renewing(held)
+    claims.stop_renewing(held.claim)
     assert claims.finish(held.claim, Status(JobState.SUCCEEDED), held.progress(), {"x": 1}, 1.0)
     assert flaky.store.get(held.claim.job.id).result == {"x": 1}
     claims.stop()
@@ -119,7 +119,7 @@ def test_the_steps_of_earlier_attempts_are_no_first_step(flaky):
     claims = make(flaky, lease_s=1e6)
     claims.every_s = 1e6
     before = take(claims)
-    claims.stop_renewing(before)
+    claims.stop_renewing(before.claim)
     assert claims.finish(before.claim, Status(JobState.QUEUED), Progress(steps=7), {}, 1.0)
     held = take(claims)
     for steps, told in ((7, 7), (8, 8), (9, 8)):
@@ -150,7 +150,7 @@ def test_a_store_that_is_away_is_asked_again_and_the_job_goes_on(flaky):
     assert flaky.calls - calls < 10  # the pauses grow
     assert held.standing is Standing.HELD
     flaky.down = False
-    claims.stop_renewing(held)
+    claims.stop_renewing(held.claim)
     assert claims.finish(
         held.claim, Status(JobState.QUEUED, detail="the main job ended first"), held.progress(), {}, 3.0
     )
@@ -284,7 +284,7 @@ def test_the_end_of_a_job_is_said_later_if_nobody_hears_it_now(flaky):
     claims.start()
     held = take(claims)
     flaky.down = True
-    claims.stop_renewing(held)
+    claims.stop_renewing(held.claim)
     assert not claims.finish(held.claim, Status(JobState.SUCCEEDED), held.progress(), {"x": 1}, 0.05)
     assert flaky.store.get(held.claim.job.id).state is JobState.RUNNING
     flaky.down = False

@@ -71,8 +71,8 @@ def choose(
         there = links if nodes == cluster.nodes else links.first(gpus)
         try:
             its = search(training, cluster, there, pool, gpus, passes, correction, error if main else 0.0)
-        except ConfigError as error:
-            problem = problem or error
+        except ConfigError as refused:
+            problem = problem or refused
             continue
         configurations += its.configurations
         timed += its.timed
