@@ -1,5 +1,5 @@
 """Runs a training script whose storage is slow: rank 1 sleeps in each file that it saves, all do in each sample, and
-rank 1 for twice as long.
+rank 1 for three times as long.
 
 python slow_storage.py SCRIPT FLAGS...
 """
@@ -29,7 +29,7 @@ def slow_down() -> None:
         return save(*args, **kwargs)
 
     def slow_sample(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(SAMPLE_S * (2 if os.environ["RANK"] == "1" else 1))
+        time.sleep(SAMPLE_S * (3 if os.environ["RANK"] == "1" else 1))
         return sample(*args, **kwargs)
 
     torch.save = slow_save

@@ -61,8 +61,7 @@ def test_waits_for_a_late_replica_are_filled_and_the_losses_stay(tmp_path):
         found.append(train(folder, f"{flags} {jobs}", 14, script=SLOW, rest_ms=REST_MS if jobs else 0))
     waits = outside(found[0], 0)["group"]
     assert waits["fillable_s"] >= waits["harvested_s"] > 0
-    # A busy machine delays both.
-    assert outside(found[0], 1).get("group", {"total_s": 0.0})["total_s"] < 0.6 * waits["total_s"]
+    assert outside(found[0], 1).get("group", {"total_s": 0.0})["total_s"] < 0.3 * waits["total_s"]
     assert found[0].losses == found[1].losses != {}
 
 
