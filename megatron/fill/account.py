@@ -40,15 +40,6 @@ class Spent:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The account at one time; times are CLOCK_MONOTONIC nanoseconds."""
-
-    start_ns: int
-    end_ns: int
-    spent: Mapping[str, Spent]
-
-
 class Account:
     """Own times of nested brackets.  Only the thread that made it may enter and leave; any may take a snapshot.
 
@@ -131,18 +122,16 @@ class Account:
             spent[1] += taken_ns
         self._since_ns = now_ns
 
-    def snapshot(self) -> Snapshot:
-        """Return the account up to now."""
+    def snapshot(self) -> dict[str, Spent]:
+        """Return the time by name, which adds up to that from the start until now."""
         while True:  # until no cut came in between: the sum is then the time until the last cut
             spent = {name: tuple(values) for name, values in list(self._spent.items())}
             running, since_ns = self._stack[self._whole or -1], self._since_ns
             if sum(values[0] for values in spent.values()) == since_ns - self._start_ns:
                 break
             time.sleep(0)
-        now_ns = self.clock()
-        running_ns = max(0, now_ns - since_ns)
+        running_ns = max(0, self.clock() - since_ns)
         name = next(name for name, values in list(self._spent.items()) if values is running)
         ns, long_ns, count = spent.get(name, (0, 0, 0))
         spent[name] = (ns + running_ns, long_ns + (running_ns if running_ns >= LONG_NS else 0), count + 1)
-        taken = {name: Spent(*values) for name, values in spent.items() if values[2]}
-        return Snapshot(self._start_ns, now_ns, taken)
+        return {name: Spent(*values) for name, values in spent.items() if values[2]}

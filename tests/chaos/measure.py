@@ -12,7 +12,8 @@ from statistics import median
 
 from megatron.fill.errors import FillError
 from megatron.fill.records import RankFiles, read_segments
-from megatron.fill.report import Slowdown, paired_slowdown
+from megatron.fill.report.schema import Slowdown
+from megatron.fill.report.slowdown import paired_slowdown
 from megatron.fill.types import Iteration, JobRecord
 from tests.chaos.campaign import Findings, Stretch
 

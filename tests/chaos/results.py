@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.report import Slowdown
+from megatron.fill.report.schema import Slowdown
 from megatron.fill.types import Iteration
 from tests.chaos import harm, measure
 from tests.chaos.campaign import Findings

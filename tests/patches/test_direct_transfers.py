@@ -64,7 +64,7 @@ for holder, its in ((schedules, schedule), (schedules, forward_step), (training,
 pipefill_patches.apply(("training_loop", "schedules"))
 bus.listener = heard = Heard()
 training.train_step(iteration=0)
-spent = {name: one.ns for name, one in bus.account.snapshot().spent.items()}
+spent = {name: one.ns for name, one in bus.account.snapshot().items()}
 print(json.dumps([value.tolist(), heard.found, heard.keys, sorted(spent), bus.waited]))
 dist.destroy_process_group()
 """

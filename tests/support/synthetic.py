@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.fill.records import Segment, SegmentEnding
-from megatron.fill.report import Report, ReportBuilder
-from megatron.fill.report.build import Part
+from megatron.fill.report import Report
+from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.jobs import job_reports
 from megatron.fill.status import Cause, Status
 from megatron.fill.types import (

@@ -170,13 +170,7 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
 
     console = report_console()
     if settings.profile_only:
-        cycles = report.profile(segment, unwritten)
-        report.print_cycle(cycles, console)
-        records = report.account_records([segment])
-        accounts = report.account([segment], records)
-        report.print_account(accounts, console)
-        report.print_timers(report.timers(records, accounts), console)
-        report.write_cycles(run_dir / "bubbles.json", cycles)
+        report.profile(segment, run_dir / "bubbles.json", console, unwritten)
         print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
         return
     store = store_of(settings, run_dir)

@@ -116,7 +116,7 @@ class AccountWriter:
         self._info = info
         self._account = account
         self._waited = waited
-        self._traced = traced
+        self._traced = deque[Traced]() if traced is None else traced
         self._warned = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="account", daemon=True)
@@ -132,25 +132,16 @@ class AccountWriter:
             self._write()
         self._write()
 
-    def _timers(self) -> Mapping[str, float]:
+    def _write(self) -> None:
+        spent, info = self._account.snapshot(), self._info
+        wall_ns = sum(one.ns for one in spent.values())
         try:
-            return self._account.timers()
+            timers = self._account.timers()
         except Exception:  # another version's: the account itself is not lost
             logger.debug("Megatron's timers cannot be read", exc_info=True)
-            return {}
-
-    def _write(self) -> None:
-        taken, info = self._account.snapshot(), self._info
-        record = AccountRecord(
-            info.rank,
-            info.stage,
-            info.stages,
-            taken.end_ns - taken.start_ns,
-            self._waited(),
-            taken.spent,
-            self._timers(),
-            [] if self._traced is None else list(self._traced.copy()),
-        )
+            timers = {}
+        traced = list(self._traced.copy())
+        record = AccountRecord(info.rank, info.stage, info.stages, wall_ns, self._waited(), spent, timers, traced)
         if record.blind and not self._warned:
             self._warned = True
             logger.error("rank %d (stage %d): %s", info.rank, info.stage, BLIND)

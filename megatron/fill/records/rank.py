@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,15 +30,14 @@ _TABLES: dict[str, type] = {"iterations": Iteration, "bubbles": Bubble, "spans":
 _DELETED = "deleted"  # file in a segment's folder: a rank has reported that the records were deleted
 _CONVERT = {"bubbles": {"kind": BubbleKind}}
 
-type Sums = dict[tuple[BubbleKind, bool, bool], int]  # nanoseconds by kind, filling and forward_only
+type Sums = Counter[tuple[BubbleKind, bool, bool]]  # nanoseconds by kind, filling and forward_only
 
 
 def add_up(bubbles: Sequence[Bubble]) -> Sums:
     """Return the total duration of the bubbles in ns, by kind, filling and forward_only."""
-    sums: Sums = {}
+    sums: Sums = Counter()
     for bubble in bubbles:
-        key = (bubble.kind, bubble.filling, bubble.forward_only)
-        sums[key] = sums.get(key, 0) + bubble.duration_ns
+        sums[bubble.kind, bubble.filling, bubble.forward_only] += bubble.duration_ns
     return sums
 
 
@@ -74,7 +74,7 @@ def _lines(part: RankRecord) -> list[_Line]:
             content: dict[str, Any] = {table: as_columns(cls, values)}
             if table == "iterations":
                 content |= _said(part)
-            sums = add_up(values) if table == "bubbles" else {}
+            sums = add_up(values) if table == "bubbles" else Counter()
             made.append(_Line(table, line(content), sums, values[-1].iteration if table == "iterations" else 0))
     return made
 
@@ -95,10 +95,9 @@ def _held(lines: list[_Line], most_bytes: int) -> list[_Line]:
 
 def _sums_line(parts: Iterable[Sums]) -> _Line:
     """Return one line of bubbles with the total of these sums, in place of the lines they come from."""
-    sums: Sums = {}
+    sums: Sums = Counter()
     for its in parts:
-        for key, total_ns in its.items():
-            sums[key] = sums.get(key, 0) + total_ns
+        sums.update(its)
     return _Line("bubbles", line({"bubbles": as_columns(Bubble, as_bubbles(sums))}), sums)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
 from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read_segments
@@ -15,38 +17,15 @@ from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn
 from megatron.fill.report.idle import print_account, print_timers
 from megatron.fill.report.jobs import Ask, job_reports
-from megatron.fill.report.schema import RankCycle, Report, Slowdown
+from megatron.fill.report.schema import Report
 from megatron.fill.report.seen import seen
-from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
 from megatron.fill.report.timers import timers
 from megatron.fill.report.trace import write_trace
 from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 
-__all__ = [
-    "Ask",
-    "RankCycle",
-    "Report",
-    "ReportBuilder",
-    "Slowdown",
-    "account",
-    "account_records",
-    "bubble_cycle",
-    "compose",
-    "draw_timeline",
-    "paired_slowdown",
-    "print_account",
-    "print_cycle",
-    "print_report",
-    "print_timers",
-    "profile",
-    "seen",
-    "timers",
-    "watching_slowdown",
-    "write_cycles",
-    "write_trace",
-]
+__all__ = ["Ask", "Report", "compose", "print_report", "profile"]
 
 # Ranks and workers of the timeline, and how many iterations it has at most.
 type Shown = tuple[Sequence[RankRecord], Sequence[WorkerRecord], int]
@@ -161,17 +140,23 @@ def _draw(
     return ranks, workers
 
 
-def profile(segment: Segment, unwritten: Mapping[int, Unwritten] | None = None) -> list[RankCycle]:
-    """Return the bubble cycle of each rank of a segment.
+def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[int, Unwritten]) -> None:
+    """Print the bubble cycle of each rank of a segment, and the account of its time; write the cycles to ``path``.
 
     Args:
         unwritten: records of the segment that are in no file, by rank.
 
     Raises:
         FillError: if no rank left a record, or a record cannot be read.
+        OSError: the file cannot be written.
     """
     records = (its.record(spans=False) for its in segment.files(unwritten).values())
     cycles = [bubble_cycle(seen(record)) for record in records if record is not None]
     if not cycles:
         raise FillError(f"{segment.folder}: no rank has left a record, so there is nothing to report")
-    return cycles
+    print_cycle(cycles, console)
+    left = account_records([segment])
+    accounts = account([segment], left)
+    print_account(accounts, console)
+    print_timers(timers(left, accounts), console)
+    write_cycles(path, cycles)

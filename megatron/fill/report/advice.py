@@ -5,7 +5,7 @@ The cause is derived from the report's measured figures alone, never from the te
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import Enum
 
 from megatron.fill.display import counted
 from megatron.fill.records import SegmentEnding
@@ -17,24 +17,42 @@ _WITHOUT_SUCCESS = {JobState.FAILED, JobState.CANCELLED}
 
 
 class Unfilled(Enum):
-    """Reasons why nothing was filled, in the order in which they are checked."""
+    """Reasons why nothing was filled, in the order in which they are checked; each with its sentence for the user."""
 
-    NOTHING_RECORDED = auto()  # no iteration was recorded
-    ONE_STAGE = auto()
-    NO_BUBBLES = auto()
-    NO_JOBS = auto()
-    BRAKED = auto()
-    WARMING_UP = auto()
-    PAUSED = auto()
-    FAILED = auto()  # every job failed or was cancelled
-    NOT_STARTED = auto()  # no agent took a job
-    NOT_READY = auto()  # workers were started, and none of them had begun its job
-    LONG_STEPS = auto()  # the next step did not fit into the time of the bubble
-    LARGE_STEPS = auto()  # the next step did not fit into the memory of the bubble
-    LATE = auto()  # workers were ready, and the bubble ended before their first step
-    SHORT_BUBBLES = auto()  # bubbles too short for the gate to open
-    NOT_PREDICTED = auto()
-    NO_STEP = auto()  # jobs had begun, and had no step to run
+    NOTHING_RECORDED = "no rank has written an iteration down, which each does after every few; {later}"
+    ONE_STAGE = "a training in one pipeline stage has no bubbles; --pipeline-model-parallel-size 2 or more makes some"
+    NO_BUBBLES = (
+        "no bubble was seen in {iterations}; the schedule is not one that PipeFill knows, and megatron.fill.bubble "
+        "marks bubbles by hand"
+    )
+    NO_JOBS = "there were no jobs; pipefill submit JOBS.yaml --store {store} adds some"
+    BRAKED = (
+        "the automatic brake was on whenever bubbles could have been filled; --fill-max-slowdown says what it allows"
+    )
+    WARMING_UP = (
+        "bubbles are open to jobs after {warmup} iterations (warmup_iterations), and of no start of the "
+        "training more than {most} were recorded; {then}"
+    )
+    PAUSED = "pipefill pause or kill was on whenever bubbles could have been filled; pipefill resume ends it"
+    FAILED = "of {jobs} none ended well or goes on; the reasons are above"
+    NOT_STARTED = "of {jobs} none was started. The reasons are above; where it is that no rank was free, {then}"
+    NOT_READY = (
+        "of {attempts} none came further than the start of its worker, which takes seconds where cores are busy; {then}"
+    )
+    LONG_STEPS = (
+        "the jobs' next steps did not fit. The longest bubbles are of {longest}, and steps have to be shorter; "
+        "pipefill profile and plan tell what fits"
+    )
+    LARGE_STEPS = (
+        "the jobs' next steps need more memory than the training leaves in bubbles; pipefill plan tells how much it is"
+    )
+    LATE = "the jobs were there, and bubbles had ended before they got to a step; cores that others keep busy do that"
+    SHORT_BUBBLES = (
+        "bubbles were too short to be opened. The longest are of {longest}; the setting min_bubble_us says from when "
+        "on they are"
+    )
+    NOT_PREDICTED = "most bubbles could not be predicted yet; {then}"
+    NO_STEP = "jobs had begun, and had no step to run; the reasons are above"
 
 
 def cause(report: Report) -> Unfilled | None:
@@ -68,8 +86,9 @@ def _of_jobs(report: Report) -> Unfilled:
     if all(attempt.ready_s is None for attempt in attempts):
         return Unfilled.NOT_READY
     use = report.total.time_use_ns
+    past_ns = use[TimeUse.PAST_PREDICTION] if use[TimeUse.LITTLE_TIME] else 0  # else it is of gates that stayed shut
     there = {
-        Unfilled.LONG_STEPS: use[TimeUse.LITTLE_TIME] + use[TimeUse.HELD] + _past_prediction_ns(use),
+        Unfilled.LONG_STEPS: use[TimeUse.LITTLE_TIME] + use[TimeUse.HELD] + past_ns,
         Unfilled.LARGE_STEPS: use[TimeUse.LITTLE_MEMORY],
         Unfilled.LATE: use[TimeUse.RUNTIME] + use[TimeUse.MISSED],
     }
@@ -81,19 +100,14 @@ def _of_jobs(report: Report) -> Unfilled:
     )
 
 
-def _past_prediction_ns(use: dict[TimeUse, int]) -> int:
-    """Return the time past predicted ends, in ns, if some step did not fit before one; it is 0 for shut gates alone."""
-    return use[TimeUse.PAST_PREDICTION] if use[TimeUse.LITTLE_TIME] else 0
-
-
 def advice(report: Report) -> str:
     """Return one sentence for the user of a run that served jobs and filled nothing; empty for any other run."""
     found = cause(report)
-    return "" if found is None else f"nothing was filled: {_SENTENCES[found].format(**_figures(report))}"
+    return "" if found is None else f"nothing was filled: {found.value.format(**_figures(report))}"
 
 
 def _figures(report: Report) -> dict[str, str]:
-    """Return the placeholders of ``_SENTENCES``."""
+    """Return the placeholders of the sentences."""
     last = report.segments[-1]
     longest = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
     attempts = sum(len(job.attempts) for job in report.jobs)
@@ -108,47 +122,3 @@ def _figures(report: Report) -> dict[str, str]:
         "then": "the training goes on" if last.ending is SegmentEnding.RUNNING else "a longer training helps",
         "later": "ask again later" if last.ending is SegmentEnding.RUNNING else "the training was over before",
     }
-
-
-_SENTENCES = {
-    Unfilled.NOTHING_RECORDED: "no rank has written an iteration down, which each does after every few; {later}",
-    Unfilled.ONE_STAGE: (
-        "a training in one pipeline stage has no bubbles; --pipeline-model-parallel-size 2 or more makes some"
-    ),
-    Unfilled.NO_BUBBLES: (
-        "no bubble was seen in {iterations}; the schedule is not one that PipeFill knows, and megatron.fill.bubble "
-        "marks bubbles by hand"
-    ),
-    Unfilled.NO_JOBS: "there were no jobs; pipefill submit JOBS.yaml --store {store} adds some",
-    Unfilled.BRAKED: (
-        "the automatic brake was on whenever bubbles could have been filled; --fill-max-slowdown says what it allows"
-    ),
-    Unfilled.WARMING_UP: (
-        "bubbles are open to jobs after {warmup} iterations (warmup_iterations), and of no start of the "
-        "training more than {most} were recorded; {then}"
-    ),
-    Unfilled.PAUSED: ("pipefill pause or kill was on whenever bubbles could have been filled; pipefill resume ends it"),
-    Unfilled.FAILED: "of {jobs} none ended well or goes on; the reasons are above",
-    Unfilled.NOT_STARTED: (
-        "of {jobs} none was started. The reasons are above; where it is that no rank was free, {then}"
-    ),
-    Unfilled.NOT_READY: (
-        "of {attempts} none came further than the start of its worker, which takes seconds where cores are busy; {then}"
-    ),
-    Unfilled.LONG_STEPS: (
-        "the jobs' next steps did not fit. The longest bubbles are of {longest}, and steps have to be shorter; "
-        "pipefill profile and plan tell what fits"
-    ),
-    Unfilled.LARGE_STEPS: (
-        "the jobs' next steps need more memory than the training leaves in bubbles; pipefill plan tells how much it is"
-    ),
-    Unfilled.LATE: (
-        "the jobs were there, and bubbles had ended before they got to a step; cores that others keep busy do that"
-    ),
-    Unfilled.SHORT_BUBBLES: (
-        "bubbles were too short to be opened. The longest are of {longest}; the setting min_bubble_us says from when "
-        "on they are"
-    ),
-    Unfilled.NOT_PREDICTED: "most bubbles could not be predicted yet; {then}",
-    Unfilled.NO_STEP: "jobs had begun, and had no step to run; the reasons are above",
-}

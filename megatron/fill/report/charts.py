@@ -51,7 +51,7 @@ def timeline(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], itera
         return None
     rows = {"field": "rank", "type": "nominal", "sort": None, "title": None}
     x = {"field": "from", "type": "quantitative", "title": "ms", "scale": {"domain": [0, window.duration_ns / 1e6]}}
-    color = _color("what", [name for name in _COLOURS if name != "rest"])
+    color = _color([name for name in _COLOURS if name != "rest"])
     tooltip = [{"field": name} for name in ("what", "job", "iteration")]
     tooltip.append({"field": "ms", "format": ".3f"})
     layers = [
@@ -89,7 +89,7 @@ def _marks(window: Window, ranks: Sequence[RankRecord], workers: Sequence[Worker
 def iteration_parts(parts: Sequence[tuple[int, str, float]]) -> Chart | None:
     """Return the milliseconds of a mean iteration by stage and part; None without any."""
     rows = [{"stage": f"stage {stage}", "what": name, "ms": round(ms, 3)} for stage, name, ms in parts]
-    return _stacked(rows, "ms", "ms of an iteration", _color("what", [name for name in _COLOURS if "job" not in name]))
+    return _stacked(rows, "ms", "ms of an iteration", _color([name for name in _COLOURS if "job" not in name]))
 
 
 def time_uses(report: Report) -> Chart | None:
@@ -100,7 +100,7 @@ def time_uses(report: Report) -> Chart | None:
         for use in TimeUse
         if stage.time_use_ns.get(use)
     ]
-    return _stacked(rows, "s", "s of fillable bubbles", _color("what", list(_USES)))
+    return _stacked(rows, "s", "s of fillable bubbles", _color(list(_USES)))
 
 
 def _stacked(rows: list[Chart], field: str, title: str, color: Chart) -> Chart | None:
@@ -140,7 +140,7 @@ def account(report: Report, ranks: Collection[int]) -> Chart | None:
         if its.rank is None or its.rank in ranks
         for one in bars(its, names)
     ]
-    color = _color("what", names, {name: colour(name) for name in names})
+    color = _color(names, {name: colour(name) for name in names})
     chart = _stacked(rows, "share", "share of the wall time", color)
     if chart is not None:
         chart["encoding"]["x"] |= {"axis": {"format": "%"}, "scale": {"domain": [0, 1]}}
@@ -218,10 +218,10 @@ def predictions(cells: Sequence[tuple[float, float, float, float, int]]) -> Char
     return {"data": {"values": rows}, "height": 260, "layer": [cell_layer, line]}
 
 
-def _color(field: str, names: Sequence[str], colours: Mapping[str, str] | None = None) -> Chart:
+def _color(names: Sequence[str], colours: Mapping[str, str] | None = None) -> Chart:
     colours = colours or _COLOURS | {str(use): colour for use, colour in _USES.items()}
     return {
-        "field": field,
+        "field": "what",
         "type": "nominal",
         "title": None,
         "scale": {"domain": list(names), "range": [colours[name] for name in names]},

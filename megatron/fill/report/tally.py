@@ -17,20 +17,15 @@ _POOLED = 1_000_000
 
 
 class Pool:
-    """The distribution of many values.
+    """The distribution of many values: count, mean and maximum are exact.
 
-    Count, mean and maximum are exact.  Above ``most`` values, the percentiles are those of a random sample of about
-    ``most / 2`` values or more.
-
-    Args:
-        most: number of values kept.
+    Above ``_POOLED`` values, the percentiles are those of a random sample of about half as many or more.
     """
 
-    def __init__(self, most: int = _POOLED) -> None:
+    def __init__(self) -> None:
         self.count = 0
         self.total = 0
         self.largest = 0
-        self._most = most
         self._kept: list[np.ndarray] = []
         self._held = 0
         self._share = 1.0
@@ -46,14 +41,13 @@ class Pool:
             values = self._sample(values, self._share)
         self._kept.append(values)
         self._held += len(values)
-        while self._held > self._most:
+        while self._held > _POOLED:
             self._share /= 2
             self._kept = [self._sample(np.concatenate(self._kept), 0.5)]
             self._held = len(self._kept[0])
 
-    def percentiles(self, *which: float) -> list[float]:
-        """Return percentiles of the values; there must be at least one value."""
-        return np.percentile(np.concatenate(self._kept), which).tolist()
+    def _percentiles(self) -> list[float]:
+        return np.percentile(np.concatenate(self._kept), (50, 99)).tolist()
 
     def _sample(self, values: np.ndarray, share: float) -> np.ndarray:
         return values[self._random.random(len(values)) < share]
@@ -61,14 +55,14 @@ class Pool:
     def times(self) -> Times | None:
         if not self.count:
             return None
-        p50, p99 = self.percentiles(50, 99)
+        p50, p99 = self._percentiles()
         mean_s = self.total / self.count / _S
         return Times(count=self.count, mean_s=mean_s, median_s=p50 / _S, p99_s=p99 / _S)
 
     def microseconds(self) -> Percentiles | None:
         if not self.count:
             return None
-        p50, p99 = self.percentiles(50, 99)
+        p50, p99 = self._percentiles()
         return Percentiles(count=self.count, p50=p50 / _US, p99=p99 / _US, max=self.largest / _US)
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.fill.linux.files import replacing
 from megatron.fill.report.schema import AccountReport, Summary
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _OTHER = "#56B4E9", "#0072B2", "#8F8F8F"
 _BUBBLE, _BUBBLE_HATCH, _INK = "#FAF8F2", "#CFC8B4", "#333333"
 _JOBS, _OTHER_JOBS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00"), "#F0E442"
+_ITERATIONS = 2  # that are drawn
 _DPI = 150
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _ROW_IN = 13.0, 0.95, 0.25, 0.78, 1.0, 0.66
 _AXES_IN = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
@@ -55,7 +56,6 @@ def draw_timeline(
     path: Path,
     ranks: Sequence[RankRecord],
     workers: Sequence[WorkerRecord],
-    iterations: int = 2,
     *,
     summary: Summary | None = None,
     accounts: Sequence[AccountReport] = (),
@@ -63,10 +63,9 @@ def draw_timeline(
 ) -> None:
     """Draw a PNG with two lanes per rank: the training with its bubbles, and the jobs' steps; below, the whole run.
 
-    The iterations are the last ones with steps of jobs, or the last ones if there are no steps.
+    Two iterations are drawn (``choose_window``).
 
     Args:
-        iterations: number of iterations to draw.
         summary: figures for the title.
         accounts: accounts of the ranks' time, then that of all ranks; those of the drawn ranks are drawn.
         what: description of the ranks, if not all are drawn.
@@ -75,7 +74,7 @@ def draw_timeline(
     from matplotlib.figure import Figure
 
     ranks = sorted(ranks, key=lambda record: record.info.rank)
-    window = choose_window(ranks, workers, iterations)
+    window = choose_window(ranks, workers, _ITERATIONS)
     drawn = {record.info.rank for record in ranks}
     its_accounts = [one for one in accounts if one.rank is None or one.rank in drawn]
     its_accounts = its_accounts if window and len(its_accounts) > 1 else []
@@ -106,28 +105,25 @@ def draw_timeline(
 
 
 def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) -> _Lanes:
-    def bars(times: Iterable[tuple[int, int]]) -> list[Bar]:
-        placed = (window.place(record.info.rank, start, end) for start, end in times)
-        return [(bar[0] / 1e6, bar[1] / 1e6) for bar in placed if bar]
+    def placed(start_ns: int, end_ns: int) -> Bar | None:
+        bar = window.place(record.info.rank, start_ns, end_ns)
+        return bar and (bar[0] / 1e6, bar[1] / 1e6)
 
     inside = [item for item in record.iterations if window.first <= item.iteration <= window.last]
-    whole = bars((item.start_ns, item.end_ns) for item in inside)
+    whole = [bar for item in inside if (bar := placed(item.start_ns, item.end_ns))]
     forward, backward = (
-        [
-            (bar, label)
-            for label, span in _numbered(record, name, window)
-            for bar in bars([(span.start_ns, span.end_ns)])
-        ]
+        [(bar, label) for label, span in _numbered(record, name, window) if (bar := placed(span.start_ns, span.end_ns))]
         for name in ("forward", "backward")
     )
     bubbles = [
         (bar, f"eval {bubble.kind}" if bubble.forward_only else str(bubble.kind))
         for bubble in near(record.bubbles, window)
-        for bar in bars([(bubble.start_ns, bubble.end_ns)])
+        if (bar := placed(bubble.start_ns, bubble.end_ns))
     ]
     steps: dict[str, list[Bar]] = {}
     for worker in workers:
-        if worker.rank == record.info.rank and (its := bars(worker.steps)):
+        its = [bar for step in worker.steps if (bar := placed(*step))] if worker.rank == record.info.rank else []
+        if its:
             steps.setdefault(worker.job, []).extend(its)
     return _Lanes(
         forward=forward,
@@ -157,27 +153,23 @@ def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
         axes.broken_barh(bars, lane, facecolors=colour, edgecolors="white", linewidth=_edge(bars, window))
         most = max((len(label) for _, label in passes), default=0) + 0.5
         if all(width * _scale(window) > most * _CHARACTER_IN for _, width in bars):  # all numbers or none
-            for (start, width), label in passes:
-                at = (start + width / 2, row + _LANE_TOP + _LANE / 2)
-                axes.text(*at, label, fontsize=7.5, ha="center", va="center", color="white")
+            for bar, label in passes:
+                _write(axes, row, bar, label, color="white")
     waits = [bar for bar, _ in lanes.bubbles]
     axes.broken_barh(waits, lane, facecolors=_BUBBLE, edgecolors=_BUBBLE_HATCH, hatch="////", linewidth=0.4)
-    for (start, width), label in lanes.bubbles:
-        if width * _scale(window) > (len(label) + 1.5) * _CHARACTER_IN:
-            axes.text(
-                start + width / 2,
-                row + _LANE_TOP + _LANE / 2,
-                label,
-                fontsize=7.5,
-                ha="center",
-                va="center",
-                color=_INK,
-                bbox={"boxstyle": "round,pad=0.12", "facecolor": _BUBBLE, "edgecolor": "none"},
-            )
+    box = {"boxstyle": "round,pad=0.12", "facecolor": _BUBBLE, "edgecolor": "none"}
+    for bar, label in lanes.bubbles:
+        if bar[1] * _scale(window) > (len(label) + 1.5) * _CHARACTER_IN:
+            _write(axes, row, bar, label, color=_INK, bbox=box)
     for _, (start, width) in lanes.iterations:
         axes.vlines(
             [start, start + width], row + _LANE_TOP, row + _SIDE_TOP + _SIDE, colors=_INK, linewidth=0.9, clip_on=False
         )
+
+
+def _write(axes: Axes, row: int, bar: Bar, label: str, **style: Any) -> None:
+    at = (bar[0] + bar[1] / 2, row + _LANE_TOP + _LANE / 2)
+    axes.text(*at, label, fontsize=7.5, ha="center", va="center", **style)
 
 
 def _draw_side(axes: Axes, row: int, lanes: _Lanes, colours: dict[str, str], window: Window) -> None:

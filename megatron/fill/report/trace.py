@@ -38,22 +38,26 @@ def write_trace(
     ranks = sorted(ranks, key=lambda record: record.info.rank)
     window = choose_window(ranks, workers, iterations)
     events = [event for record in ranks for event in _names(record)]
-    if window:
-        for record in ranks:
-            its = [worker for worker in workers if worker.rank == record.info.rank]
-            uses = {use.seq: use for worker in its for use in worker.uses}
-            timed = [*_main(record, window), *_bubbles(record, uses, window), *_side(its, window)]
-            events += sorted(timed, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
+    for record in ranks:
+        if window is None:
+            break
+        rank, timed = record.info.rank, list[dict[str, Any]]()
+        for thread, name, start_ns, end_ns, args in _timed(record, workers, window):
+            if placed := window.place(rank, start_ns, end_ns):
+                named = {"name": name, "cat": _THREADS[thread], "ph": "X"}
+                when = {"ts": placed[0] / 1e3, "dur": placed[1] / 1e3}
+                timed.append({**named, **when, "pid": rank, "tid": thread, "args": args})
+        events += sorted(timed, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
     about: dict[str, Any] = {"source": "PipeFill"} | ({"ranks": what} if what else {})
     numbers = {record.info.rank for record in ranks}
-    if its_s := {f"rank {one.rank}": _seconds(one) for one in accounts if one.rank in numbers}:
+    if its_s := {
+        f"rank {one.rank}": {its.name: round(its.time_s, 6) for its in one.times}
+        for one in accounts
+        if one.rank in numbers
+    }:
         about["account_s"] = its_s
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
-
-
-def _seconds(account: AccountReport) -> dict[str, float]:
-    return {one.name: round(one.time_s, 6) for one in account.times}
 
 
 def _names(record: RankRecord) -> Iterator[dict[str, Any]]:
@@ -65,23 +69,24 @@ def _names(record: RankRecord) -> Iterator[dict[str, Any]]:
         yield _metadata(info.rank, "thread_sort_index", thread, sort_index=thread)
 
 
-def _main(record: RankRecord, window: Window) -> Iterator[dict[str, Any]]:
-    rank = record.info.rank
+def _timed(
+    record: RankRecord, workers: Sequence[WorkerRecord], window: Window
+) -> Iterator[tuple[int, str, int, int, dict[str, Any]]]:
+    """Yield thread, name, start and end in ns, and arguments of a rank's events in and around the window."""
+    its = [worker for worker in workers if worker.rank == record.info.rank]
+    uses = {use.seq: use for worker in its for use in worker.uses}
     for item in record.iterations:
-        if not window.first <= item.iteration <= window.last:
-            continue
-        args = {"filling": item.filling, "block": item.block}
-        yield from _event(window, rank, _MAIN, f"iteration {item.iteration}", item.start_ns, item.end_ns, args)
+        if window.first <= item.iteration <= window.last:
+            args = {"filling": item.filling, "block": item.block}
+            yield _MAIN, f"iteration {item.iteration}", item.start_ns, item.end_ns, args
     for span in near(record.spans, window):
-        args = {"iteration": span.iteration}
-        yield from _event(window, rank, _MAIN, span.name, span.start_ns, span.end_ns, args)
-
-
-def _bubbles(record: RankRecord, uses: dict[int, BubbleUse], window: Window) -> Iterator[dict[str, Any]]:
+        yield _MAIN, span.name, span.start_ns, span.end_ns, {"iteration": span.iteration}
     for bubble in near(record.bubbles, window):
         args = _bubble_args(bubble, uses.get(bubble.seq))
-        rank, name = record.info.rank, str(bubble.kind)
-        yield from _event(window, rank, _BUBBLES, name, bubble.start_ns, bubble.end_ns, args)
+        yield _BUBBLES, str(bubble.kind), bubble.start_ns, bubble.end_ns, args
+    for worker in its:
+        for start_ns, end_ns in worker.steps:
+            yield _SIDE, worker.job, start_ns, end_ns, {}
 
 
 def _bubble_args(bubble: Bubble, use: BubbleUse | None) -> dict[str, Any]:
@@ -99,30 +104,6 @@ def _bubble_args(bubble: Bubble, use: BubbleUse | None) -> dict[str, Any]:
         if use.latency_ns >= 0:
             args["open_to_step_us"] = use.latency_ns / 1e3
     return args
-
-
-def _side(workers: Sequence[WorkerRecord], window: Window) -> Iterator[dict[str, Any]]:
-    for worker in workers:
-        for start_ns, end_ns in worker.steps:
-            yield from _event(window, worker.rank, _SIDE, worker.job, start_ns, end_ns, {})
-
-
-def _event(
-    window: Window, rank: int, thread: int, name: str, start_ns: int, end_ns: int, args: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    placed = window.place(rank, start_ns, end_ns)
-    if placed:
-        start, duration = placed
-        yield {
-            "name": name,
-            "cat": _THREADS[thread],
-            "ph": "X",
-            "ts": start / 1e3,
-            "dur": duration / 1e3,
-            "pid": rank,
-            "tid": thread,
-            "args": args,
-        }
 
 
 def _metadata(rank: int, kind: str, thread: int = 0, **args: Any) -> dict[str, Any]:

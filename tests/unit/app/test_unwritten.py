@@ -33,6 +33,7 @@ from megatron.fill.records import (
     read_rank,
 )
 from megatron.fill.report import Report, compose, print_report, profile
+from megatron.fill.report.schema import Cycles
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
@@ -105,7 +106,9 @@ def test_what_a_full_disk_refused_is_in_the_report(tmp_path):
     [segment] = found.segments
     assert (segment.ending, segment.iterations, segment.unwritten) == ("by itself", 10, [0, 1])
     assert "the last ones of ranks 0, 1 could not be written; only this has them" in printed(found)
-    assert [cycle.training for cycle in profile(opened.segment, unwritten)] == [its.training for its in whole.cycle]
+    profile(opened.segment, tmp_path / "bubbles.json", Console(file=StringIO()), unwritten)
+    written = Cycles.model_validate_json((tmp_path / "bubbles.json").read_text())
+    assert [cycle.training for cycle in written.ranks] == [its.training for its in whole.cycle]
 
 
 def whole_segment(opened: OpenSegment) -> Segment:

@@ -15,16 +15,10 @@ from rich.console import Console
 from megatron.fill.errors import FillError
 from megatron.fill.folders import BETWEEN
 from megatron.fill.records import AgentFile, SegmentEnding
-from megatron.fill.report import (
-    Report,
-    compose,
-    draw_timeline,
-    print_report,
-    shares,
-    write_trace,
-)
+from megatron.fill.report import Report, compose, print_report, shares
 from megatron.fill.report.schema import AccountReport, NamedTime
-from megatron.fill.report.timeline import join, subtract
+from megatron.fill.report.timeline import draw_timeline, join, subtract
+from megatron.fill.report.trace import write_trace
 from megatron.fill.report.window import choose_window, near
 from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord

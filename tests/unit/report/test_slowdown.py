@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.report import paired_slowdown, watching_slowdown
+from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.types import Iteration
 
 MS = 1_000_000

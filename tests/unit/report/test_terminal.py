@@ -6,8 +6,11 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.display import state_colour
-from megatron.fill.report import Report, bubble_cycle, print_cycle, print_report, seen, write_cycles
+from megatron.fill.report import Report, print_report
+from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.schema import Cycles
+from megatron.fill.report.seen import seen
+from megatron.fill.report.terminal import print_cycle
 from megatron.fill.status import Status
 from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, RankRecord
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run

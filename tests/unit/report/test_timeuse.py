@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.report import seen
+from megatron.fill.report.seen import seen
 from megatron.fill.report.timeuse import TimeUse, time_use
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, Lack, RankInfo, RankRecord, WorkerRecord
 from tests.support.synthetic import report_of, synthetic_run
