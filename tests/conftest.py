@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from hypothesis import HealthCheck, settings
 
 from tests.support.postgres import NoPostgres, PrivatePostgres
 
@@ -21,6 +22,8 @@ LONGEST = {
     *(("slurm", "test_plumbing.py"), ("contract", "test_store.py"), ("examples", "test_task_embed.py")),
     *(("sidetask", "test_models.py"), ("benchmarks", "test_gpu_micro.py"), ("package", "test_install.py")),
 }
+# No test judges by time.  Where CI is in the environment, hypothesis takes its own profile "ci" in this one's place.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 IN_POSTGRES = ("contract/test_store.py", "store/test_sql.py", "store/test_backup.py", "cli/test_gc.py")
 
 

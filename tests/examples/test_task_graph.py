@@ -119,7 +119,7 @@ def test_pagerank_equals_networkx(tmp_path):
     assert distance(reference, ranks_of(tmp_path)) < 1e-11
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     edges=st.lists(st.tuples(st.integers(-3, 9), st.integers(-3, 9)), min_size=1, max_size=40),
     chunk=st.integers(1, 50),

@@ -258,7 +258,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, PipelineCosts, int]:
     return schedule, costs, group
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_passes_times_and_bubbles_are_megatrons(case: tuple[Schedule, PipelineCosts, int]):
     schedule, costs, group = case

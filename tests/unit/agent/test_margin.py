@@ -183,7 +183,7 @@ def test_without_a_margin_of_its_own_it_does():
     assert sum(failures(seed, 2500, owned=False) for seed in range(4)) > 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 40 * GIB), st.integers(0, 40 * GIB), st.integers(0, 4 * GIB))
 def test_what_is_kept_and_what_is_missing_are_the_margin(total, need, margin):
     gpu = Gpu(total)

@@ -100,14 +100,13 @@ data = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(data, st.sampled_from([None, True, False]))
 def test_what_yaml_writes_is_read_back(value, style):
     text = yaml.safe_dump(value, default_flow_style=style, allow_unicode=True)
     assert parse_yaml(text).value == value
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.text(max_size=60) | st.text("[]{}&*a:b ,\n-?|>'\"!<1e.~#%@\\", max_size=60))
 def test_any_text_is_read_or_refused(text):
     try:

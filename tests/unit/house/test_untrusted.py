@@ -101,7 +101,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(json_values)
 def test_what_a_task_reports_is_made_fit_to_be_read(value):
     text = untrusted.to_json(value)
@@ -126,7 +125,7 @@ def test_numbers_that_are_none_become_null():
         untrusted.to_json({"a": object()})
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=60) | st.text(max_size=60) | st.text('[]{}",:\\0123456789.eE+-ud8NaInfity tr', max_size=60))
 def test_any_bytes_give_a_value_or_a_value_error(text):
     try:

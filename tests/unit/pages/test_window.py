@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.fill.pages.gate import OpenBubble
@@ -61,7 +61,6 @@ def test_where_no_stretch_is_as_long_as_a_step_it_does_not_begin():
     assert window_ms(bubble(0.5, short, 0, 9, 0, 9, 0, 9, 0, 0), 2) == (0, 0.5)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 200 * MS), min_size=8, max_size=8).map(sorted),
     st.integers(MS, 20 * MS),

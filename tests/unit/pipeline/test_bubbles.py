@@ -71,7 +71,7 @@ def test_bubbles_by_kind():
     assert ideal_bubble_share(1, 4) == 0.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.booleans())
 def test_the_kinds_of_a_rank_come_in_the_order_of_its_work(case, rendezvous: bool):
     for row in simulate(case[0], case[1], rendezvous).waits:
@@ -80,7 +80,7 @@ def test_the_kinds_of_a_rank_come_in_the_order_of_its_work(case, rendezvous: boo
         assert kinds.count(FILL) <= 1 >= kinds.count(FWD_BWD)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.booleans(), st.booleans())
 def test_a_cycle_has_all_of_a_ranks_bubble_time(case, rendezvous: bool, join: bool):
     timeline = simulate(case[0], case[1], rendezvous)

@@ -10,7 +10,7 @@ from megatron.fill.pipeline.schedule import Schedule
 from tests.support.schedule_events import differs
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32))
 def test_bubbles_are_those_of_the_events(seed: int):
     assert not differs(seed)

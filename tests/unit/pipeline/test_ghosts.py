@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
@@ -43,7 +43,6 @@ def replayed(schedule, costs, rank):
     return [*found, (now, now + waits.drain_ns)]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_alone_with_ghosts_the_bubbles_are_those_of_the_whole_pipeline(data):
     stages = data.draw(st.integers(2, 5), "stages")

@@ -58,13 +58,13 @@ def test_a_pipeline_too_deep_for_its_microbatches_warms_up_with_all_of_them():
     assert interleaved_warmup(4, 4, 2, 4, 0) == 8
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules())
 def test_the_text_form_round_trips(schedule: Schedule):
     assert Schedule.parse(str(schedule)) == schedule
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules(), st.data())
 def test_what_is_taken_comes_before_its_taker(schedule: Schedule, data: st.DataObject):
     passes = [(rank, op) for rank, row in enumerate(schedule.order) for op in row]
@@ -81,7 +81,7 @@ def test_what_is_taken_comes_before_its_taker(schedule: Schedule, data: st.DataO
         assert abs(schedule.virtual_stage(other_rank, other) - end) == abs(virtual - end) - 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules(), st.data())
 def test_a_schedule_without_one_of_its_passes_is_refused(schedule: Schedule, data: st.DataObject):
     rank = data.draw(st.integers(0, schedule.stages - 1))
@@ -153,7 +153,7 @@ def test_a_pass_that_is_no_pass():
         Op.parse("2F0")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data())
 def test_an_execution_order_has_every_step_after_what_it_needs_or_says_who_is_stuck(data: st.DataObject):
     lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))

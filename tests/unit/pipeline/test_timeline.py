@@ -111,7 +111,7 @@ def assert_lawful(timeline: Timeline) -> None:
                 assert span.start_ns >= source[1] + (costs.p2p_ns if source[0] != rank else 0)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(cases())
 def test_eager_times_are_those_of_the_reference(case: tuple[Schedule, PipelineCosts]):
     schedule, costs = case
@@ -122,13 +122,13 @@ def test_eager_times_are_those_of_the_reference(case: tuple[Schedule, PipelineCo
     assert timeline.period_ns == max(end + reduce for end, reduce in zip(ends, costs.reduce_ns, strict=True))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases(), st.booleans())
 def test_a_timeline_is_lawful(case: tuple[Schedule, PipelineCosts], rendezvous: bool):
     assert_lawful(simulate(*case, rendezvous))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases(), st.booleans())
 def test_no_period_is_shorter_than_the_longest_chain(case: tuple[Schedule, PipelineCosts], rendezvous: bool):
     schedule, costs = case
@@ -146,7 +146,7 @@ def test_no_period_is_shorter_than_the_longest_chain(case: tuple[Schedule, Pipel
         assert period_ns >= costs.optimizer_ns[rank] + compute + costs.reduce_ns[rank]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.data())
 def test_a_straggler_never_shortens_the_period(case: tuple[Schedule, PipelineCosts], data: st.DataObject):
     schedule, costs = case
@@ -157,13 +157,13 @@ def test_a_straggler_never_shortens_the_period(case: tuple[Schedule, PipelineCos
         assert compiled.run(costs.slowed(rank, factor)).period_ns >= compiled.run(costs).period_ns
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases())
 def test_holding_the_sender_never_shortens_the_period(case: tuple[Schedule, PipelineCosts]):
     assert simulate(*case, rendezvous=True).period_ns >= simulate(*case).period_ns
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.booleans(), st.data())
 def test_durations_take_the_place_of_costs(case: tuple[Schedule, PipelineCosts], rendezvous: bool, data: st.DataObject):
     schedule, costs = case

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.agent.memory import worker_cap
@@ -46,7 +46,6 @@ profiles_ = st.lists(st.integers(1, 300), min_size=1, max_size=4).map(
 )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=4),
     st.none() | st.integers(1, 300),
@@ -103,7 +102,6 @@ def test_a_worker_plans_with_what_it_is_held_to(tmp_path, limit_mib, margin_mib,
 sizes = st.integers(0, 300)
 
 
-@settings(deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=4), sizes, st.none() | st.integers(1, 300), st.integers(0, 100))
 def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mib, now_mib, asked_mib, margin_mib):
     bubbles, device = cycle(*free_mib), Device(now_mib)

@@ -61,7 +61,7 @@ def test_a_plan_stays_within_every_bubble(cycle, nodes, reserve_ns):
 
 
 @given(cycles(most=3, longest=10), node_lists(most=4, shortest=1))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_no_way_to_stop_early_does_more_work(cycle, nodes):
     """The plan never stops early; the brute force may, after any node, in any bubble."""
     profile = profile_of(*nodes)

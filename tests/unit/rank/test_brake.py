@@ -110,7 +110,7 @@ def test_a_slowdown_is_found_the_sooner_the_larger_it_is(slowdown, sigma, median
 
 
 @given(st.floats(0.1, 2.0), st.integers(0, 2000), st.integers(1_000_000, 100 * SECOND))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_gross_slowdown_is_found_in_a_few_pairs_at_any_time_and_of_any_iteration(slowdown, begins, iteration_ns):
     training = Training(lambda guard, number: slowdown if number >= begins else 0.0, iteration_ns)
     training.run(normal(begins + 6 * 128, sigma=0.01))
@@ -120,14 +120,14 @@ def test_a_gross_slowdown_is_found_in_a_few_pairs_at_any_time_and_of_any_iterati
 
 
 @given(st.floats(0, 0.0099), st.integers(0, 10**6), st.integers(0, 20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_without_noise_nothing_below_the_limit_brakes(slowdown, first, blocks):
     training = Training(slowdown, first=first, paired_blocks=blocks).run(np.zeros(2000))
     assert training.brake.events == []
 
 
 @given(st.integers(0, 10**6), st.integers(0, 20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_without_noise_whatever_is_above_it_does(first, blocks):
     training = Training(0.011, first=first, paired_blocks=blocks).run(np.zeros(600))
     assert training.brake.events[0].pairs == 2
@@ -153,7 +153,7 @@ def test_iterations_after_evaluations_and_checkpoints_are_left_out():
 
 
 @given(st.lists(st.booleans(), min_size=200, max_size=600))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_what_is_disturbed_counts_nowhere(disturbed):
     noise = np.where(disturbed, 5.0, 0.0)
     assert Training().run(noise, disturbed.__getitem__).brake.events == []

@@ -218,7 +218,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, bool]:
 
 
 @pytest.mark.usefixtures("patched")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), st.booleans(), st.integers(0, 1000))
 def test_no_schedule_waits_in_a_circle(made: tuple[Schedule, bool], one_queue: bool, seed: int) -> None:
     schedule, batched = made
@@ -231,7 +231,7 @@ def test_no_schedule_waits_in_a_circle(made: tuple[Schedule, bool], one_queue: b
 
 
 @pytest.mark.usefixtures("patched")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(schedules(), st.booleans(), st.integers(0, 1000), st.integers(0, 4), st.integers(0, 6))
 def test_nobody_waits_for_a_rank_that_announces_no_longer(
     made: tuple[Schedule, bool], one_queue: bool, seed: int, rank: int, announced: int
@@ -246,7 +246,7 @@ def test_nobody_waits_for_a_rank_that_announces_no_longer(
 
 
 @pytest.mark.usefixtures("patched")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(schedules(), st.booleans(), st.integers(0, 1000), st.integers(0, 4), st.integers(0, 60), st.integers(1, 5))
 def test_a_rank_that_vanishes_holds_up_no_more_than_it_does_with_nccl_alone(
     made: tuple[Schedule, bool], one_queue: bool, seed: int, rank: int, calls: int, other: int

@@ -136,7 +136,7 @@ workers_of_a_rank = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(bubbles_of_a_rank, workers_of_a_rank)
 def test_the_parts_add_up_whatever_the_workers_say(shapes: list[dict], workers: list[WorkerRecord]):
     bubbles, seq = [], 0

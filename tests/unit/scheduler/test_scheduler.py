@@ -82,7 +82,6 @@ def test_equal_jobs_run_in_the_order_of_submission(policy, jobs):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_sjf_has_the_least_mean_completion_time_on_one_device(times):
     def total(order):
         done, at = 0, 0
@@ -131,7 +130,6 @@ def by_deadline(waiting, left, deadlines, now):
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4), st.integers(0, 8)), min_size=1, max_size=5))
-@settings(deadline=None)
 def test_deadlines_are_met_whenever_a_preemptive_schedule_can_meet_them(jobs):
     assert run_preemptively(by_deadline, jobs) == feasible(jobs)
 
@@ -158,7 +156,7 @@ def test_priority_then_submission_is_the_default():
     st.lists(st.integers(1, 9), min_size=30, max_size=60),
     st.lists(st.sampled_from(["ada", "bob", "eve"]), min_size=60, max_size=60),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_fair_share_keeps_users_who_wait_within_one_job_of_each_other(times, users):
     waiting = {number: (float(time), user) for number, (time, user) in enumerate(zip(times, users, strict=False))}
     used = dict.fromkeys(("ada", "bob", "eve"), 0.0)
@@ -180,7 +178,6 @@ def test_makespan_runs_the_longest_job_first_where_it_belongs():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_makespan_is_within_graham_s_bound_of_the_optimum(times):
     """Longest processing time first on two equal devices: at most 4/3 - 1/6 of the best possible."""
     waiting = [job(n, processing_s={"here": float(time), "there": float(time)}) for n, time in enumerate(times)]

@@ -78,7 +78,7 @@ class Driven:
         return answer
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(OPERATIONS, min_size=5, max_size=40))
 def test_the_two_stores_agree(empty: Path, operations: list[tuple[Any, ...]]) -> None:
     now_s = 1000.0

@@ -21,7 +21,7 @@ from megatron.fill.wings.llm.passes import ModelRunner, RowInput  # noqa: E402
 SHAPES = [LayerShape(2, 3, 5), LayerShape(1, 4, 4)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_pass_sees_the_columns_of_each_row_and_padding_is_seen_by_none(data):
     rows, apart = data.draw(st.integers(1, 4)), data.draw(st.booleans())
@@ -66,7 +66,7 @@ def priced(groups, sizes, cost):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SIZES, COSTS, st.integers(500, 5000))
 def test_groups_cost_no_more_than_one_batch_or_a_batch_for_each(sizes, cost, room):
     queries, columns = zip(*sizes, strict=True)

@@ -181,7 +181,7 @@ def test_a_request_that_nobody_foresaw_is_an_error_of_its_own(loaded, tmp_path, 
     assert all("ZeroDivisionError" in found[name]["body"]["error"]["message"] for name in ("h0", "h3"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.one_of(st.binary(max_size=200), st.text(max_size=100).map(str.encode)).filter(lambda data: b"\n" not in data))
 def test_whatever_bytes_a_line_has_the_others_are_read(tmp_path_factory, data):
     path = with_honest_lines(tmp_path_factory.mktemp("any") / "in.jsonl", data)

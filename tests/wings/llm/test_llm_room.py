@@ -46,7 +46,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(ACTIONS, max_size=40))
 def test_whatever_happens_the_bytes_stay_below_the_limit_and_no_page_is_shared(actions):
     room = KeyValueRoom(caches(), 4, 3, None)
@@ -199,7 +199,7 @@ def test_a_pass_that_is_compacted_reads_all_before_it_writes():
         assert torch.equal(tensor, its)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 3 * PAGE))
 def test_what_is_wiped_are_the_columns_from_the_first_one_on(first):
     cache = caches()[0]

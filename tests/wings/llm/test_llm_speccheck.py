@@ -38,7 +38,7 @@ def test_nothing_is_lost(rule: Rule, case: CheckedCase) -> None:
     st.integers(0, 1),
     st.sampled_from(LOSSLESS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_the_models_are(vocabulary, shape, seed, sharpness, missing, rule):
     target, draft = random_model(vocabulary, seed, 1.0), random_model(vocabulary, seed + 1, sharpness, missing)
     assert check(rule, CheckedCase("random", vocabulary, target, (draft,), tuple(shape))).distance < EXACT

@@ -138,7 +138,7 @@ def test_larger_batches_are_more_efficient_and_need_more_memory(name):
     st.sampled_from(sorted({workload.model.name for workload in CATALOG.values()})),
     st.sampled_from([8, 16, 32]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_what_a_training_saves_in_memory_costs_time(name, micro):
     model = CATALOG[f"{name}-training"].model
     found = {

@@ -262,7 +262,7 @@ def check_sums(given_: Scenario, jobs: Sequence[JobOutcome], cluster: Cluster) -
 
 
 @given(scenarios(any_policy))
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 def test_what_always_holds(scenario):
     cluster = Cluster(scenario)
     then_s, rates, done = 0.0, running(cluster), 0.0

@@ -41,7 +41,7 @@ generators = st.builds(
 
 
 @given(generators, st.sampled_from([10.0, DAY_S, 10 * DAY_S]))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_job_is_as_asked_for(generator, duration_s):
     jobs = generate(generator, KINDS, duration_s)
     assert jobs == generate(generator, KINDS, duration_s)

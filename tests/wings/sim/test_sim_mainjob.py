@@ -144,7 +144,7 @@ def test_query_groups_limit_tensor_parallelism():
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_layer_is_on_one_virtual_stage(pp, chunks, data):
     model = replace(SMALL, layers=pp * chunks * data.draw(st.integers(1, 4)))
     layers = Parallel(pp=pp, chunks=chunks, global_batch=1).layers(model)
@@ -154,7 +154,7 @@ def test_every_layer_is_on_one_virtual_stage(pp, chunks, data):
 
 
 @given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_ends_may_have_other_numbers_of_layers(pp, chunks, each, first, last):
     model = replace(SMALL, layers=chunks * ((pp - 2) * each + first + last))
     ends = {"first_layers": chunks * first, "last_layers": chunks * last}
@@ -267,7 +267,7 @@ def test_stages_that_are_alike_have_the_bubbles_of_the_closed_form():
     st.sampled_from(["none", "full"]),
     st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_groups_cover_the_gpus_and_time_is_conserved(tp, pp, dp, recompute, schedule):
     its = job(tp=tp, pp=pp, dp=dp, recompute=recompute, schedule=schedule)
     groups = its.groups()

@@ -72,7 +72,7 @@ def test_single_precision_takes_twice_as_much():
 
 
 @given(laid_out())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_stages_hold_the_model_once(case):
     model, its = case
     held = [stage_parameters(model, its, rank) for rank in range(its.pp)]
@@ -82,7 +82,7 @@ def test_the_stages_hold_the_model_once(case):
 
 
 @given(laid_out())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_recomputing_more_and_dividing_further_never_takes_more(case):
     model, its = case
     sizes = [layer_activation_bytes(model, its, kind) for kind in Recompute]

@@ -26,7 +26,7 @@ SCHEDULES = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), schedule=st.sampled_from(SCHEDULES))
 def test_what_is_taken_apart_can_be_put_together(seed: int, schedule: Schedule) -> None:
     timelines = noisy(schedule, 4, seed)
@@ -51,7 +51,7 @@ def test_what_is_taken_apart_can_be_put_together(seed: int, schedule: Schedule) 
                 assert sum(of_kind) == pytest.approx(sum(recorded), abs=1000)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), schedule=st.sampled_from(SCHEDULES))
 def test_waits_keep_their_places_and_do_not_overlap(seed: int, schedule: Schedule) -> None:
     job = RecordedMainJob(records(schedule, noisy(schedule, 5, seed), [MS] * schedule.stages), schedule)

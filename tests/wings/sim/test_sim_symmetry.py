@@ -20,21 +20,21 @@ def both(scenario: Scenario) -> tuple[SimOutcome, SimOutcome]:
 
 
 @given(scenarios(any_policy))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_symmetry_changes_nothing(scenario):
     symmetric, naive = both(scenario)
     assert symmetric == naive
 
 
 @given(scenarios(st.just("makespan"), most_devices=4))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_makespan_needs_to_see_only_the_next_device_of_each_kind(scenario):
     symmetric, naive = both(scenario)
     assert symmetric == naive
 
 
 @given(scenarios(any_policy))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_symmetry_changes_nothing_when_more_jobs_wait_than_are_weighed(scenario):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "MOST_JOBS", 3)
@@ -43,6 +43,6 @@ def test_symmetry_changes_nothing_when_more_jobs_wait_than_are_weighed(scenario)
 
 
 @given(scenarios(any_policy))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_the_same_scenario_has_the_same_outcome(scenario):
     assert replace(simulate(scenario), wall_s=0.0) == replace(simulate(scenario), wall_s=0.0)

@@ -109,7 +109,7 @@ jobs = st.lists(
 
 
 @given(jobs)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_trace_is_read_back(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("trace") / "trace.csv"
     write_trace(path, written, KINDS)
