@@ -15,8 +15,8 @@ import pytest
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, Status, Then
 from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, Progress, Standing
-from megatron.fill.store.lookup import ASK_S
 from megatron.fill.store.queue import ASK_AGAIN_S
+from megatron.fill.store.rules import ASK_S
 from megatron.fill.store.schema import metadata
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState

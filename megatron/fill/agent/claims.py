@@ -29,23 +29,11 @@ from megatron.fill.work import NewJob
 logger = logging.getLogger("pipefill.agent")
 
 _BEAT_S = 3.0  # most time between two heartbeats, which also carry progress out and cancellations in
+_TICK_S = 0.5  # time between two looks whether a message is due
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # after the store has not answered; doubled each time
 _LAST_S = 5.0  # time for which a store that does not answer is tried at the end
 SUBMITTED = "submitted.json"  # in the run folder
 _VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Timing of the requests to a store.
-
-    Attributes:
-        tick_s: time between two looks whether a message is due.
-        first_pause_s, longest_pause_s: pause after the store has not answered; it doubles each time.
-    """
-
-    tick_s: float = 0.5
-    first_pause_s: float = 1.0
-    longest_pause_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -66,6 +54,7 @@ class HeldClaim:
     beat_s: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False, repr=False)
 class Claims:
     """Keeps one agent's jobs and device alive in the store, in a thread of its own.
 
@@ -81,34 +70,23 @@ class Claims:
         connect: opens the store of a URL.
     """
 
-    def __init__(
-        self,
-        url: str,
-        owner: str,
-        submit: Sequence[NewJob] | None,
-        device: Callable[[], DeviceEntry],
-        lease_s: float,
-        dead: Sequence[str] = (),
-        submitted: Callable[[], None] = lambda: None,
-        patience: Patience = Patience(),
-        connect: Callable[..., JobStore] = open_store,
-    ) -> None:
-        self.url = url
-        self.owner = owner
-        self.lease_s = lease_s
-        self.every_s = min(_BEAT_S, lease_s / 3)
+    url: str
+    owner: str
+    submit: Sequence[NewJob] | None
+    device: Callable[[], DeviceEntry]
+    lease_s: float
+    dead: Sequence[str] = ()
+    submitted: Callable[[], None] = lambda: None
+    connect: Callable[..., JobStore] = open_store
+
+    def __post_init__(self) -> None:
+        self.every_s = min(_BEAT_S, self.lease_s / 3)
         self.refused: list[tuple[str, str]] = []  # jobs that could not be submitted, and why
-        self._submit = None if submit is None else list(submit)
-        self._dead = list(dead)
-        self._submitted = submitted
-        self._device = device
         self._store: JobStore | None = None
         self._held: list[HeldClaim] = []
         self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store does not know yet
         self._lock = threading.Lock()
-        self._patience = patience
-        self._connect = connect
-        self._pause_s = patience.first_pause_s
+        self._pause_s = _FIRST_PAUSE_S
         self._again_s = 0.0
         self._device_s = 0.0
         self._done = threading.Event()
@@ -123,7 +101,7 @@ class Claims:
         self._thread.join(self.lease_s)
         if self._unsaid:
             self.ask(self._say_rest, _LAST_S)
-        self.ask(lambda store: store.forget_device(self._device().name))
+        self.ask(lambda store: store.forget_device(self.device().name))
         if self._store is not None:
             self._store.close()
 
@@ -138,7 +116,7 @@ class Claims:
                     self._failed(error)
             if time.monotonic() >= end:
                 return None
-            time.sleep(min(self._patience.tick_s, max(0.0, end - time.monotonic())))
+            time.sleep(min(_TICK_S, max(0.0, end - time.monotonic())))
 
     def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str, most: int | None = None) -> Claim | None:
         """Claim the first job of ``wanted``'s list that is free; None if there is none.
@@ -196,23 +174,23 @@ class Claims:
 
     def _connected(self) -> JobStore:
         if self._store is None:
-            self._store = self._connect(self.url, create=self._submit is not None)
-        if self._submit is not None:
+            self._store = self.connect(self.url, create=self.submit is not None)
+        if self.submit is not None:
             self._submit_jobs(self._store)
-        if self._dead:
+        if self.dead:
             self._disown(self._store)
-        self._pause_s = self._patience.first_pause_s
+        self._pause_s = _FIRST_PAUSE_S
         return self._store
 
     def _submit_jobs(self, store: JobStore) -> None:
         with self._lock:
-            waiting, self._submit = self._submit, None
+            waiting, self.submit = self.submit, None
         if waiting is None:
             return
         try:
             store.submit(waiting)
         except StoreError:
-            self._submit = waiting
+            self.submit = waiting
             raise
         except JobError:  # one of the jobs is refused: submit the others
             for job in _firsts_first(waiting):
@@ -221,16 +199,16 @@ class Claims:
                 except JobError as error:
                     logger.warning("job %s is not submitted: %s", job.name, error)
                     self.refused.append((job.name, str(error)))
-        self._submitted()
+        self.submitted()
 
     def _disown(self, store: JobStore) -> None:
         with self._lock:
-            dead, self._dead = self._dead, []
+            dead, self.dead = self.dead, []
         try:
             for owner in dead:
                 store.disown(owner)
         except StoreError:
-            self._dead = dead
+            self.dead = dead
             raise
 
     def _failed(self, error: StoreError) -> None:
@@ -238,10 +216,10 @@ class Claims:
             return  # another thread has found that out
         logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
         self._again_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._patience.longest_pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _run(self) -> None:
-        while not self._done.wait(self._patience.tick_s):
+        while not self._done.wait(_TICK_S):
             try:
                 self.ask(self._beat)
             except Exception:  # a failed heartbeat must not stop the next one
@@ -252,7 +230,7 @@ class Claims:
         now_s = time.monotonic()
         if now_s - self._device_s >= self.every_s:
             with _alone("the device's heartbeat failed"):
-                store.report_device(self._device(), self.lease_s)
+                store.report_device(self.device(), self.lease_s)
                 self._device_s = now_s
         with self._lock:
             all_held = list(self._held)

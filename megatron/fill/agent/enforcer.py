@@ -42,6 +42,7 @@ class _Core:
     sleeps: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Enforcer:
     """Watches one worker (Watcher).
 
@@ -70,27 +71,17 @@ class Enforcer:
         ending: the decision to end the worker; None while it may go on.
     """
 
-    def __init__(
-        self,
-        pid: int,
-        gate: SharedGateReader,
-        log: StepLog,
-        grace_ns: int,
-        max_overruns: int,
-        overtime: Overtime | None = None,
-        off: Callable[[], bool] = lambda: False,
-        waits: bool = True,
-        hung_ns: int = 800_000_000,
-    ) -> None:
-        self.pid = pid
-        self.gate = gate
-        self.log = log
-        self.grace_ns = grace_ns
-        self.max_overruns = max_overruns
-        self.overtime = overtime
-        self.off = off
-        self.waits = waits
-        self.hung_ns = hung_ns
+    pid: int
+    gate: SharedGateReader
+    log: StepLog
+    grace_ns: int
+    max_overruns: int
+    overtime: Overtime | None = None
+    off: Callable[[], bool] = lambda: False
+    waits: bool = True
+    hung_ns: int = 800_000_000
+
+    def __post_init__(self) -> None:
         self.violations = 0
         self.ending: Ending | None = None
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
@@ -254,6 +245,7 @@ class Enforcer:
                 os.killpg(self.pid, number)
 
 
+@dataclass(eq=False, repr=False)
 class Overtime:
     """Account of one worker's CPU time outside bubbles, summed over its processes.
 
@@ -266,26 +258,21 @@ class Overtime:
         clock: monotonic time in seconds.
     """
 
-    def __init__(
-        self,
-        busy_s: Callable[[], float],
-        gate: SharedGateReader,
-        cores: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._busy_s = busy_s
-        self._gate = gate
-        self._cores = cores
-        self._clock = clock
+    busy_s: Callable[[], float]
+    gate: SharedGateReader
+    cores: int
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._left_s = _ALLOWANCE_S
         self._at: tuple[float, float, int] | None = None  # the latest look
 
     def look(self) -> None:
         """Update the account; called a few times a second."""
-        now_s, busy_s, open_ns = self._clock(), self._busy_s(), self._gate.open_ns()
+        now_s, busy_s, open_ns = self.clock(), self.busy_s(), self.gate.open_ns()
         if self._at is not None:
             then_s, before_s, opened_ns = self._at
-            inside_s = self._cores * (open_ns - opened_ns) / 1e9
+            inside_s = self.cores * (open_ns - opened_ns) / 1e9
             outside_s = max(0.0, busy_s - before_s - inside_s)
             self._left_s = min(_ALLOWANCE_S, self._left_s + _SHARE * (now_s - then_s) - outside_s)
         self._at = now_s, busy_s, open_ns

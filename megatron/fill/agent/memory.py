@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.device.port import Limiter, WorkerDevice
@@ -43,15 +44,15 @@ class DeviceMemory:
     """
 
     def __init__(self, device: WorkerDevice, margin_bytes: int, patience_s: float) -> None:
-        self._device = device
-        self._margin_bytes = margin_bytes
-        self._patience_s = patience_s
+        self.device = device
+        self.margin_bytes = margin_bytes
+        self.patience_s = patience_s
         self._shares: list[MemoryShare] = []
 
     def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
         """Return the memory that a worker may hold in addition to those that run (``worker_cap``)."""
         others_bytes = sum(share.unused_promise_bytes for share in self._shares.copy())
-        return worker_cap(job_bytes, self._device, cycle, self._margin_bytes, others_bytes)
+        return worker_cap(job_bytes, self.device, cycle, self.margin_bytes, others_bytes)
 
     def room_bytes(self, cycle: BubbleCycle) -> int:
         """Return the memory in bytes for a worker that asks for no particular amount."""
@@ -67,8 +68,8 @@ class DeviceMemory:
         shrinking: Callable[[], bool],
     ) -> Iterator[MemoryShare]:
         """Provide the watch over one worker's share while it runs; the arguments are those of ``MemoryShare``."""
-        guard = MemoryGuard(self._margin_bytes, self._patience_s)
-        share = MemoryShare(self._device, limiter, promised_bytes, guard, shrink, shrinking)
+        guard = MemoryGuard(self.margin_bytes, self.patience_s)
+        share = MemoryShare(self.device, limiter, promised_bytes, guard, shrink, shrinking)
         self._shares.append(share)
         try:
             yield share
@@ -76,6 +77,7 @@ class DeviceMemory:
             self._shares.remove(share)
 
 
+@dataclass(eq=False, repr=False)
 class MemoryShare:
     """Watches how much of the device is free while one worker runs (Watcher).
 
@@ -92,20 +94,14 @@ class MemoryShare:
         request: reason of the latest request to shrink; empty if there was none.
     """
 
-    def __init__(
-        self,
-        device: WorkerDevice,
-        limiter: Limiter,
-        promised_bytes: int,
-        guard: MemoryGuard,
-        shrink: Callable[[int | None], None],
-        shrinking: Callable[[], bool],
-    ) -> None:
-        self._device = device
-        self._limiter = limiter
-        self._promised_bytes = promised_bytes
-        self._guard = guard
-        self._shrink, self._shrinking = shrink, shrinking
+    device: WorkerDevice
+    limiter: Limiter
+    promised_bytes: int
+    guard: MemoryGuard
+    shrink: Callable[[int | None], None]
+    shrinking: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._order = Order.OK
         self.ending: Ending | None = None
         self.request = ""
@@ -113,11 +109,11 @@ class MemoryShare:
     @property
     def unused_promise_bytes(self) -> int:
         """Memory that the worker was promised and does not hold yet."""
-        return max(0, self._promised_bytes - self._limiter.held_bytes())
+        return max(0, self.promised_bytes - self.limiter.held_bytes())
 
     def look(self) -> Ending | None:
-        shrinking = self._shrinking()  # before the memory is read: while it shrinks it may hold more, for a copy
-        verdict = self._guard.judge(self._device.free_bytes(), self._limiter.held_bytes())
+        shrinking = self.shrinking()  # before the memory is read: while it shrinks it may hold more, for a copy
+        verdict = self.guard.judge(self.device.free_bytes(), self.limiter.held_bytes())
         if self.ending or (verdict.order is self._order and verdict.order is not Order.SHRINK):
             return self.ending
         if verdict.order is not self._order:
@@ -127,7 +123,7 @@ class MemoryShare:
             case Order.SHRINK:
                 self.request = verdict.reason
                 assert verdict.held_bytes is not None
-                self._shrink(None if shrinking else verdict.held_bytes)
+                self.shrink(None if shrinking else verdict.held_bytes)
             case Order.STOP:
                 self.ending = Ending(How.STOP, Cause.MEMORY_NEEDED, verdict.reason)
             case Order.KILL:

@@ -36,6 +36,7 @@ class _Seen:
     progress: Progress
 
 
+@dataclass(eq=False, repr=False)
 class Mover:
     """Looks for a job that should move to this rank.
 
@@ -46,33 +47,26 @@ class Mover:
         epoch: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        device: str,
-        run: str,
-        ranking: Ranking,
-        fits: Callable[[Job], bool],
-        clock: Callable[[], float] = time.monotonic,
-        epoch: Callable[[], float] = time.time,
-    ) -> None:
-        self._device = device
-        self._run = run
-        self._ranking = ranking
-        self._fits = fits
-        self._clock = clock
-        self._epoch = epoch
+    device: str
+    run: str
+    ranking: Ranking
+    fits: Callable[[Job], bool]
+    clock: Callable[[], float] = time.monotonic
+    epoch: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
         self._looked_s = -inf
 
     def look(self, store: JobStore) -> None:
         """Ask for a job if a move is worth it; called repeatedly while this rank is idle."""
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s - self._looked_s < _LOOK_S:
             return
         if now_s - self._looked_s > 2 * _LOOK_S:  # the rank was busy in the meantime, so what it saw is out of date
             self._seen = {}
         self._looked_s = now_s
-        devices = {device.name: device for device in store.devices() if device.run == self._run}
+        devices = {device.name: device for device in store.devices() if device.run == self.run}
         tails = [job for job in store.list({JobState.RUNNING}) if self._is_movable(job, devices)]
         self._seen = {job.id: self._first_seen(job, now_s) for job in tails}
         prospects = [self._prospect(store, job, now_s) for job in tails]
@@ -80,13 +74,13 @@ class Mover:
         if best is None:
             return
         job = next(job for job in tails if job.id == best.job)
-        if self._fits(job) and store.ask_for(job.id, job.attempt, self._device):
+        if self.fits(job) and store.ask_for(job.id, job.attempt, self.device):
             logger.info("job %s: asked for, %s has only a tail for it", job.name, job.device)
 
     def _is_movable(self, job: Job, devices: Mapping[str, DeviceEntry]) -> bool:
         """True if it is a tail job of another rank, and would lose no work by a move."""
         there = devices.get(job.device)
-        if there is None or job.device == self._device or there.job in ("", job.name):
+        if there is None or job.device == self.device or there.job in ("", job.name):
             return False
         serving = job.progress.startup_s is not None and not job.cancelling
         saves = job.work.command is None and job.progress.resumable
@@ -99,19 +93,19 @@ class Mover:
         return seen
 
     def _prospect(self, store: JobStore, job: Job, now_s: float) -> Prospect | None:
-        seen, cycle, progress = self._seen[job.id], self._ranking.board.read(), job.progress
+        seen, cycle, progress = self._seen[job.id], self.ranking.board.read(), job.progress
         watched_s = now_s - seen.at_s
         if cycle is None or watched_s < _WATCH_S:
             return None
         work_s = (progress.work_done - seen.progress.work_done) / watched_s  # work per second
         speed = (progress.harvested_s - seen.progress.harvested_s) / watched_s
         elsewhere = _YIELD * sum(slot.duration_ns for slot in cycle.slots) / cycle.period_ns
-        unit_s = self._ranking.unit_s(store, job)
+        unit_s = self.ranking.unit_s(store, job)
         if unit_s is not None:
             speed, elsewhere = work_s, 1 / unit_s
         left_s = None
         if progress.total_work is not None:
             left = max(0.0, progress.total_work - progress.work_done)
             left_s = left / work_s if work_s > 0 else inf
-        ran_s = watched_s if job.started_s is None else max(watched_s, self._epoch() - job.started_s)
+        ran_s = watched_s if job.started_s is None else max(watched_s, self.epoch() - job.started_s)
         return Prospect(job.id, max(0.0, speed), elsewhere, left_s, ran_s, progress.startup_s or 0.0)

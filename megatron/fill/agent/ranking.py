@@ -19,10 +19,9 @@ from megatron.fill.folders import PLAN
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
-from megatron.fill.planner.search import best_plan
+from megatron.fill.planner.search import best_plan, unit_s
 from megatron.fill.planner.tail import leftover, processing_time_s
 from megatron.fill.profiles import BubbleCycle, JobProfile, MeasuredJob, cycle_from_dict
-from megatron.fill.scheduler.estimate import estimate_s
 from megatron.fill.scheduler.policies import MOST_JOBS, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.status import Cause, JobState, Status
@@ -74,7 +73,6 @@ class Ranking:
         quota: Quota | None = None,
     ) -> None:
         self.policy = parse_policy(policy)
-        self._weighs_users = self.policy.weighs_users
         self.device = device
         self.fingerprint = fingerprint
         self.board = board
@@ -94,7 +92,7 @@ class Ranking:
         if not self.misfits.may_fit(job.id, tail=False):
             return math.inf
         cycle = self._cycle()
-        return estimate_s(None if cycle is None else _for_job(cycle, job), self._parsed(job), 1.0, RESERVE_NS)
+        return unit_s(None if cycle is None else _for_job(cycle, job), self._parsed(job), RESERVE_NS)
 
     def remember(self, job: Job, measured: MeasuredJob) -> None:
         """Keep a profile that was just measured."""
@@ -129,8 +127,8 @@ class Ranking:
         devices = {device.name: device for device in store.devices()}
         devices[self.device] = DeviceEntry(self.device, "")  # this seat is free
         cycles = self._other_cycles(devices.values()) | {self.device: cycle}
-        unit_s: dict[tuple[str, str], float | None] = {}
-        views = tuple(self._view(job, cycles, unit_s) for job in jobs)
+        known_s: dict[tuple[str, str], float | None] = {}
+        views = tuple(self._view(job, cycles, known_s) for job in jobs)
         if not tail and cycle is not None:
             for job, view in zip(jobs[:MOST_JOBS], views[:MOST_JOBS], strict=True):
                 if view.processing_s[self.device] == math.inf:
@@ -139,7 +137,7 @@ class Ranking:
             now_s=time.time(),
             devices=tuple(DeviceState(device.name, device.busy_until_s) for device in devices.values()),
             jobs=views,
-            used_s=_used_s(store) if self._weighs_users else {},
+            used_s=store.used_s(0.0) if self.policy.weighs_users else {},
         )
         return rank_jobs(self.policy, state, DeviceState(self.device))
 
@@ -233,13 +231,13 @@ class Ranking:
             self.misfits.note(store, job, str(error))
 
     def _view(
-        self, job: Job, cycles: Mapping[str, BubbleCycle | None], unit_s: dict[tuple[str, str], float | None]
+        self, job: Job, cycles: Mapping[str, BubbleCycle | None], known_s: dict[tuple[str, str], float | None]
     ) -> JobView:
         """Return the view of the job for policies.
 
         Args:
             cycles: the bubble cycles by device.
-            unit_s: cache of seconds per unit of work, by profile and device.
+            known_s: cache of seconds per unit of work, by profile and device.
         """
         progress = job.progress
         kept = self._kept(job)
@@ -248,9 +246,9 @@ class Ranking:
         processing_s: dict[str, float | None] = {}
         for device, cycle in cycles.items():
             key = (self.key(job), device)
-            if key not in unit_s:
-                unit_s[key] = estimate_s(_for_job(cycle, job) if cycle else None, self._parsed(job), 1.0, RESERVE_NS)
-            takes_s = unit_s[key]
+            if key not in known_s:
+                known_s[key] = unit_s(_for_job(cycle, job) if cycle else None, self._parsed(job), RESERVE_NS)
+            takes_s = known_s[key]
             if takes_s is not None and takes_s != math.inf:
                 takes_s = None if left is None else takes_s * left
             processing_s[device] = takes_s
@@ -270,13 +268,6 @@ class Ranking:
 def _for_job(cycle: BubbleCycle, job: Job) -> BubbleCycle:
     """Return the cycle with the memory of a worker of this job: at most what it asked for."""
     return held_cycle(cycle, room_bytes(cycle, 0), job.work.memory_bytes)
-
-
-def _used_s(store: JobStore) -> dict[str, float]:
-    used: dict[str, float] = {}
-    for job in store.list(limit=10 * MOST_JOBS):
-        used[job.user] = used.get(job.user, 0.0) + job.progress.harvested_s
-    return used
 
 
 def _read_profile(store: JobStore, key: str) -> MeasuredJob | None:

@@ -42,17 +42,6 @@ def harshest(watchers: Iterable[Watcher]) -> Ending | None:
     return max(found, key=lambda ending: ending.how, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _LimitWatcher:
-    """Makes a limiter a Watcher."""
-
-    limiter: Limiter
-
-    def look(self) -> Ending | None:
-        beyond = self.limiter.look()
-        return Ending(How.FAIL, Cause.LIMIT, beyond) if beyond else None
-
-
 class StopRequests:
     """Watches one job for requests to end it (Watcher).
 
@@ -91,6 +80,7 @@ class StopRequests:
         return log.saving is Saving.SAVED
 
 
+@dataclass(eq=False, repr=False)
 class JobWorker:
     """A worker that has its job; for one thread.
 
@@ -108,28 +98,17 @@ class JobWorker:
         ended_ns: time of its end, CLOCK_MONOTONIC.
     """
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        pid: int,
-        directory: Path,
-        log: StepLog,
-        output: BoundedOutput,
-        limiter: Limiter,
-        requests: Watcher,
-        *,
-        command: bool,
-        stop_s: float = STOP_S,
-    ) -> None:
-        self.process = process
-        self.pid = pid
-        self.directory = directory
-        self.log = log
-        self.output = output
-        self.limiter = limiter
-        self.requests = requests
-        self.command = command
-        self.stop_s = stop_s
+    process: subprocess.Popen[bytes]
+    pid: int
+    directory: Path
+    log: StepLog
+    output: BoundedOutput
+    limiter: Limiter
+    requests: Watcher
+    command: bool
+    stop_s: float = STOP_S
+
+    def __post_init__(self) -> None:
         self.ending: Ending | None = None
         self.ended_ns = 0
         self._killed_by_kernel = ""  # the limiter's explanation of an end by the kernel
@@ -199,7 +178,8 @@ class JobWorker:
     def _decide(self, watchers: Sequence[Watcher], enforcer: Enforcer, now_s: float) -> None:
         before, found = self.ending, harshest(watchers)
         if before is None:
-            self.ending = found = found or harshest((_LimitWatcher(self.limiter), enforcer))
+            beyond = self.limiter.look() if found is None else ""
+            self.ending = found = found or (Ending(How.FAIL, Cause.LIMIT, beyond) if beyond else enforcer.look())
             if found is not None and found.how is How.STOP:
                 enforcer.release()
                 self.ask_to_stop()

@@ -21,8 +21,8 @@ from megatron.fill.folders import AGENTS, CONTROL, JOBS, LOCKS, OUTPUT, RECORDS,
 from megatron.fill.linux import recordlock, safefile
 from megatron.fill.records import SegmentEnding, read_segments
 from megatron.fill.store import Job, JobStore, open_store
-from megatron.fill.store.aging import forgettable
 from megatron.fill.store.location import JOBS_DB, database_file, database_files, locate, shown
+from megatron.fill.store.rules import forgettable
 from megatron.fill.types import JobState
 
 _REPORTS = ("report.json", "report.html", "trace.json", "timeline.png", "bubbles.json")

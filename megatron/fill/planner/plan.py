@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,10 +10,8 @@ from typing import Any
 from megatron.fill.errors import PlanError
 from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, NodeProfile, is_amount, whole
 
-_HEAD = re.compile(r"(\S+): (\d+) nodes do (\S+) work; a bubble's first (\d+) ns are reserved; (\d+) cycles:")
 _MAJOR = 0.1  # share of the cycle's bubble time from which on a bubble is checked for drift
 _MOST_COUNT = 1 << 50  # largest integer accepted in a plan that is read from a file
-_LINE = re.compile(r"node (\d+): (\d+(?: \d+)*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,38 +135,6 @@ class ExecutionPlan:
             lines.append(f"node {node}: " + " ".join(map(str, row)))
             node = (node + sum(row)) % max(1, self.nodes)
         return "\n".join(lines)
-
-    @classmethod
-    def parse(cls, text: str) -> ExecutionPlan:
-        """Parse the text form.
-
-        Raises:
-            ValueError: the text is not a plan; the message names the line.
-        """
-        head, *lines = text.strip().splitlines() or [""]
-        match = _HEAD.fullmatch(head)
-        if match is None:
-            raise ValueError(f"line 1 is {head!r}: expected such as 'b8: 12 nodes do 64.0 work; ...'")
-        firsts, counts = [], []
-        for number, line in enumerate(lines, 2):
-            row = _LINE.fullmatch(line)
-            if row is None:
-                raise ValueError(f"line {number} is {line!r}: expected such as 'node 4: 3 0 2 5'")
-            firsts.append(int(row[1]))
-            counts.append(tuple(map(int, row[2].split())))
-        if len(counts) != int(match[5]):
-            raise ValueError(f"expected {match[5]} lines of cycles; got {len(counts)}")
-        plan = cls(
-            Configuration.parse(match[1]),
-            int(match[2]),
-            float(match[3]),
-            firsts[0] if firsts else 0,
-            tuple(counts),
-            int(match[4]),
-        )
-        if str(plan) != "\n".join([head, *lines]):
-            raise ValueError(f"the first nodes do not follow from the counts; expected\n{plan}")
-        return plan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from megatron.fill.errors import PlanError
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.reasons import why_nothing_fits
+from megatron.fill.planner.tail import processing_time_s
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
 
 type _Counts = NDArray[np.int64]
@@ -58,6 +59,17 @@ def find_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: in
     if not found:
         return None
     return found[max(found, key=lambda number: (found[number].work_per_cycle, -profiles[number].memory_bytes, -number))]
+
+
+def unit_s(cycle: BubbleCycle | None, profiles: Sequence[JobProfile], reserve_ns: int = 0) -> float | None:
+    """Return the wall-clock seconds that a device takes for one unit of a job's work.
+
+    Infinity if the job fits no bubble; None before the device's cycle or the job (no profiles) is measured.
+    """
+    if cycle is None or not profiles:
+        return None
+    plan = find_plan(cycle, profiles, reserve_ns)
+    return inf if plan is None else processing_time_s(cycle, plan, 1.0)
 
 
 def _limit(usable: Sequence[tuple[int, int]], profile: JobProfile) -> float:

@@ -20,7 +20,7 @@ class JobView:
         priority: greater is more urgent.
         deadline_s: time by which it should be done; None for no deadline.
         remaining_work: remaining work in the job's unit; None if unknown.
-        processing_s: processing time in s of the remaining work, by device name (``estimate_s``); infinity if it fits
+        processing_s: processing time in s of the remaining work, by device name (``unit_s``); infinity if it fits
             no bubble there, None or missing if unknown.
         attempt: number of earlier claims.
     """

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store import adding, aging, checks, lookup
+from megatron.fill.store import checks, rules
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.store.values import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.work import NewJob
@@ -57,7 +57,7 @@ class JobStore(ABC):
 
         def work(transaction: Transaction) -> list[Job]:
             transaction.lock_names()
-            return adding.add(transaction, checked)
+            return rules.add(transaction, checked)
 
         return self._run(work)
 
@@ -67,7 +67,7 @@ class JobStore(ABC):
         Raises:
             JobError: there is no such job.
         """
-        return self._run(lambda transaction: lookup.existing(transaction, job_id), write=False)
+        return self._run(lambda transaction: rules.existing(transaction, job_id), write=False)
 
     def find(self, name: str) -> Job:
         """The latest job with that name or, if there is none, the job with that number (``"12"``).
@@ -75,7 +75,7 @@ class JobStore(ABC):
         Raises:
             JobError: there is none; the message has the closest names.
         """
-        return self._run(lambda transaction: lookup.find(transaction, name), write=False)
+        return self._run(lambda transaction: rules.find(transaction, name), write=False)
 
     def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
         """The latest ``limit`` jobs in those states (by default all jobs), in the order of their submission."""
@@ -119,7 +119,7 @@ class JobStore(ABC):
             if most is not None:
                 running = Counter(job.user for job in transaction.jobs({JobState.RUNNING}, None))
                 full = {user for user, count in running.items() if count >= most}
-            job = lookup.first_free(transaction, ids, device, full)
+            job = rules.first_free(transaction, ids, device, full)
             if job is None:
                 return None
             now_s = transaction.now_s
@@ -154,7 +154,7 @@ class JobStore(ABC):
             if job is None or (job.state, job.attempt, job.cancelling) != (JobState.RUNNING, attempt, False):
                 return False
             lately = job.asked_s is not None and now_s < job.asked_s + ASK_AGAIN_S
-            if lately or job.device == device or not lookup.idle(transaction, device):
+            if lately or job.device == device or not rules.idle(transaction, device):
                 return False
             transaction.put(replace(job, asked_by=device, asked_s=now_s))
             return True
@@ -166,13 +166,13 @@ class JobStore(ABC):
         checks.check_lease(lease_s)
 
         def work(transaction: Transaction) -> Standing:
-            job = lookup.held(transaction, claim)
+            job = rules.held(transaction, claim)
             if job is None:
                 return Standing.LOST
             transaction.put(replace(job, lease_until_s=transaction.now_s + lease_s, progress=progress))
             if job.cancelling:
                 return Standing.CANCELLED
-            return Standing.MOVE if lookup.awaited(transaction, job) else Standing.HELD
+            return Standing.MOVE if rules.awaited(transaction, job) else Standing.HELD
 
         return self._run(work)
 
@@ -193,7 +193,7 @@ class JobStore(ABC):
         plain = checks.plain("result", result)
 
         def work(transaction: Transaction) -> bool:
-            job = lookup.held(transaction, claim)
+            job = rules.held(transaction, claim)
             if job is None:
                 # An earlier call whose answer was lost may have done it: no other process ends this attempt this way.
                 last = transaction.job(claim.job.id)
@@ -219,7 +219,7 @@ class JobStore(ABC):
 
         def work(transaction: Transaction) -> int:
             running = transaction.jobs({JobState.RUNNING}, None)
-            theirs = [lookup.existing(transaction, job.id) for job in running if job.owner == owner]
+            theirs = [rules.existing(transaction, job.id) for job in running if job.owner == owner]
             for job in theirs:
                 transaction.put(_returned(job, Status(JobState.QUEUED, Cause.AGENT_DIED), transaction.now_s))
             return len(theirs)
@@ -240,7 +240,7 @@ class JobStore(ABC):
         """
 
         def work(transaction: Transaction) -> Job:
-            job = lookup.existing(transaction, job_id)
+            job = rules.existing(transaction, job_id)
             if job.state.finished:
                 raise JobError(f"job {_label(job)} is {job.state}; expected a job that has not finished")
             if job.state is JobState.RUNNING and not job.lost(transaction.now_s):
@@ -256,7 +256,7 @@ class JobStore(ABC):
         """Record why a QUEUED job still waits, as its status; a job in another state is not changed."""
 
         def work(transaction: Transaction) -> None:
-            job = lookup.existing(transaction, job_id)
+            job = rules.existing(transaction, job_id)
             if job.state is JobState.QUEUED:
                 transaction.put(replace(job, status=_waiting(status)))
 
@@ -272,7 +272,7 @@ class JobStore(ABC):
         """
 
         def work(transaction: Transaction) -> Job:
-            job = lookup.existing(transaction, job_id)
+            job = rules.existing(transaction, job_id)
             lost = job.lost(transaction.now_s)
             if not lost and job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
@@ -294,13 +294,13 @@ class JobStore(ABC):
     def forget(self, job_ids: Collection[int], before_s: float) -> Sequence[int]:
         """Delete those of these jobs that finished before ``before_s`` and are not needed; return their numbers.
 
-        A job is needed if a job that stays is ``after`` it, and if it is the store's newest (``aging.forgettable``).
+        A job is needed if a job that stays is ``after`` it, and if it is the store's newest (``rules.forgettable``).
         """
         wanted = set(job_ids)
 
         def work(transaction: Transaction) -> Sequence[int]:
             transaction.lock_names()  # no job that is after one of these may come meanwhile
-            going = aging.forgettable(transaction.jobs((), None), before_s, wanted)
+            going = rules.forgettable(transaction.jobs((), None), before_s, wanted)
             return transaction.drop([job.id for job in going], before_s)
 
         return self._run(work)
@@ -338,7 +338,7 @@ class JobStore(ABC):
         """Change a claimed job; return False if the claim is lost."""
 
         def work(transaction: Transaction) -> bool:
-            job = lookup.held(transaction, claim)
+            job = rules.held(transaction, claim)
             if job is not None:
                 transaction.put(change(job, transaction.now_s))
             return job is not None

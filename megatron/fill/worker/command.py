@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron.fill.linux import host
 from megatron.fill.pages.control import ControlReader
@@ -27,6 +28,7 @@ _STOPS_S = 0.005  # limit of a wait for the command to stop; ``pipefill profile`
 _HEARD_S = 0.5  # limit of a wait for our own SIGTERM, since a batch system signals one process after the other
 
 
+@dataclass(eq=False, repr=False)
 class CommandRun:
     """Runs one command to its end, or until the training is over.
 
@@ -39,32 +41,23 @@ class CommandRun:
         control: the control page; a pause takes effect within a bubble too.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        start: Callable[[Callable[[], None]], SandboxedProcess],
-        view: GateReader,
-        gate: SharedGateReader,
-        log: StepLog,
-        stopping: Callable[[], bool],
-        left: Callable[[int], None],
-        control: ControlReader,
-    ) -> None:
-        self.spec = spec
-        self._start = start
-        self.view = view
-        self.gate = gate
-        self.log = log
-        self.stopping = stopping
-        self.left = left
-        self.control = control
+    spec: WorkerSpec
+    start: Callable[[Callable[[], None]], SandboxedProcess]
+    view: GateReader
+    gate: SharedGateReader
+    log: StepLog
+    stopping: Callable[[], bool]
+    left: Callable[[int], None]
+    control: ControlReader
+
+    def __post_init__(self) -> None:
         self._cut_ns = 0  # time at which an operator's pause last stopped the command
         self._lock = threading.Lock()  # makes reading the control page and acting on it atomic
 
     def run(self) -> Outcome:
         # This process only watches the clock, and must get the core when the bubble ends: it runs at normal priority,
         # while the command itself yields to the training.
-        command = StoppedCommand(self._start(lambda: become_command(self.spec.work.command or ())))
+        command = StoppedCommand(self.start(lambda: become_command(self.spec.work.command or ())))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
         # The command stops itself, at idle priority: continued before that, it would be stopped for the whole bubble.
         while not (command.await_stop(0.1, every_s=0.005) or self.gate.ended or self.stopping()):

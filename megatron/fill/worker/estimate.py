@@ -6,18 +6,14 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
+QUANTILE = 0.6  # of the recent durations of a step; higher overruns less and fills less
+WINDOW = 32  # number of recent steps that count
+
 
 class StepEstimator:
-    """A quantile of the recent step durations.
+    """A quantile of the recent step durations."""
 
-    Args:
-        quantile: 0 to 1; higher overruns less and fills less.
-        window: number of recent steps that count.
-    """
-
-    def __init__(self, quantile: float = 0.6, window: int = 32) -> None:
-        self.quantile = quantile
-        self.window = window
+    def __init__(self) -> None:
         self.estimate_ns = 0  # 0 while unknown
         self._recent: deque[int] = deque()
         self._ordered: list[int] = []
@@ -36,10 +32,10 @@ class StepEstimator:
         recent, ordered = self._recent, self._ordered
         recent.append(duration_ns)
         insort(ordered, duration_ns)
-        if len(recent) > self.window:
+        if len(recent) > WINDOW:
             del ordered[bisect_left(ordered, recent.popleft())]
         # Until there are more than a few, take the shortest.
-        self.estimate_ns = ordered[int(self.quantile * (len(ordered) - 1)) if self.sure else 0]
+        self.estimate_ns = ordered[int(QUANTILE * (len(ordered) - 1)) if self.sure else 0]
 
 
 class NodeEstimators:

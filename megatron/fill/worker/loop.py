@@ -14,25 +14,10 @@ from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.estimate import NodeEstimators
 from megatron.fill.worker.pacing import PLAIN, Pacer, StepDevice, StepPages, TakesTurn, Turn, at_once
 
-_PROBE_AT_MOST = 1024  # limit of ``StepRules.probe_after``, which doubles after each probe that did not fit
+_PROBE_AT_MOST = 1024  # limit of ``probe_after``, which doubles after each probe that did not fit
 
 
-@dataclass(frozen=True, slots=True)
-class StepRules:
-    """The rules by which a step that does not fit by its estimate is tried anyway.
-
-    Attributes:
-        probe_after: number of bubbles without a step after which one is tried.
-        first_after: the same while the estimate is of one step only: the first loads kernels, and may have taken many
-            times as long as the others will.
-        patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
-    """
-
-    probe_after: int = 32
-    first_after: int = 4
-    patience: int = 4
-
-
+@dataclass(eq=False, repr=False)
 class StepLoop:
     """Runs one task's steps in the bubbles of one gate.
 
@@ -41,6 +26,10 @@ class StepLoop:
         pages: the baton in it is passed on in each bubble once the next step no longer fits.
         stopping: returns True once the worker was asked to stop; called between steps.
         pacer: for a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise.
+        probe_after: number of bubbles without a step after which one is tried that does not fit by its estimate.
+        first_after: the same while the estimate is of one step only: the first loads kernels, and may have taken many
+            times as long as the others will.
+        patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
 
     Attributes:
         between: called after every bubble, outside of it, for example to save checkpoints.
@@ -48,23 +37,18 @@ class StepLoop:
         hold_at_start: begin no new iteration, since the configuration is about to change.
     """
 
-    def __init__(
-        self,
-        machine: TaskMachine,
-        pages: StepPages,
-        stopping: Callable[[], bool],
-        device: StepDevice = PLAIN,
-        pacer: Pacer | None = None,
-        rules: StepRules = StepRules(),
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self.machine = machine
-        self.pages = pages
-        self.stopping = stopping
-        self.device = device
-        self.pacer = pacer
-        self.rules = rules
-        self.clock = clock
+    machine: TaskMachine
+    pages: StepPages
+    stopping: Callable[[], bool]
+    device: StepDevice = PLAIN
+    pacer: Pacer | None = None
+    probe_after: int = 32
+    first_after: int = 4
+    patience: int = 4
+    clock: Callable[[], int] = time.monotonic_ns
+
+    def __post_init__(self) -> None:
+        pages = self.pages
         self.gate, self.log, self.baton, self.control = pages.gate, pages.log, pages.baton, pages.control
         self.between: Callable[[], None] | None = None
         self.attend: Callable[[], None] | None = None
@@ -75,7 +59,7 @@ class StepLoop:
         self._pause_ns = 0
         self._held_ns = 0  # in the present bubble, as in ``BubbleUse``
         self._skipped = 0
-        self._probe_after = rules.probe_after
+        self._probe_after = self.probe_after
         self._probing = False
         self._latest_ns = 0  # duration of the latest step
         self._last_end_ns = 0  # end of the latest step
@@ -150,7 +134,7 @@ class StepLoop:
                 self._skip(bubble, self.clock(), self._held_ns)
                 return False
         else:
-            self._probe_after = self.rules.probe_after
+            self._probe_after = self.probe_after
         self._skipped = 0
         log = self.log
         # A step that an earlier bubble's end interrupted may have continued into this one.
@@ -187,10 +171,10 @@ class StepLoop:
         """
         after = self._probe_after
         if self.estimators.seen_once(self.machine.task.next_node):
-            after = min(after, self.rules.first_after)
+            after = min(after, self.first_after)
         if self._skipped < after:
             return False
-        patient = self._skipped < self.rules.patience * after
+        patient = self._skipped < self.patience * after
         return not patient or self.pacer is None or self.pacer.is_long(bubble, self.clock())
 
     def _skip(self, bubble: OpenBubble, now_ns: int, held_ns: int = 0) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ _LOOK_AGAIN_S = 0.5  # between two looks for the first cycle of a run
 _WORTH_CHANGING = 1.2  # least ratio of work per cycle for changing the configuration, which splits the model again
 
 
+@dataclass(eq=False, repr=False)
 class NodeRun:
     """Chooses the configuration of one node task, and changes it when the bubbles change.
 
@@ -43,22 +44,15 @@ class NodeRun:
         enter: ``TaskMachine.enter`` of the machines that measure it.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        task: NodeTask,
-        known: list[dict[str, Any]] | None,
-        loop: StepLoop,
-        board: CycleBoardReader,
-        enter: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.spec = spec
-        self.task = task
-        self.known = known
-        self.loop = loop
-        self.board = board
-        self.enter = enter
-        self.directory = Path(spec.directory)
+    spec: WorkerSpec
+    task: NodeTask
+    known: list[dict[str, Any]] | None
+    loop: StepLoop
+    board: CycleBoardReader
+    enter: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.directory = Path(self.spec.directory)
         self.profiles: list[JobProfile] = []
         self.plan: ExecutionPlan | None = None
         self._cycle: BubbleCycle | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,6 +79,7 @@ class MeasuringMachine(TaskMachine):
         return JobProfile(configuration, tuple(nodes), self.nodes.iteration_work())
 
 
+@dataclass(eq=False, repr=False)
 class Profiler:
     """Measures one job.
 
@@ -92,19 +93,13 @@ class Profiler:
         total_work: total work of the job; None if unknown.
     """
 
-    def __init__(
-        self,
-        make: Callable[[TaskContext], MeasuringMachine],
-        run: Callable[[MeasuringMachine], bool],
-        context: TaskContext,
-        args: dict[str, Any],
-        turn: TakesTurn = at_once,
-    ) -> None:
-        self.turn = turn
-        self.make = make
-        self.run = run
-        self.context = context
-        self.args = args
+    make: Callable[[TaskContext], MeasuringMachine]
+    run: Callable[[MeasuringMachine], bool]
+    context: TaskContext
+    args: dict[str, Any]
+    turn: TakesTurn = at_once
+
+    def __post_init__(self) -> None:
         self.split = ""
         self.total_work: float | None = None
 

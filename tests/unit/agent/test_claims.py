@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from megatron.fill.agent.claims import Claims, HeldClaim, Patience
+from megatron.fill.agent import claims as agent_claims
+from megatron.fill.agent.claims import Claims, HeldClaim
 from megatron.fill.agent.watch import progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
@@ -41,7 +42,9 @@ class Flaky:
 
 
 @pytest.fixture
-def flaky() -> Flaky:
+def flaky(monkeypatch) -> Flaky:
+    monkeypatch.setattr(agent_claims, "_TICK_S", 0.02)
+    monkeypatch.setattr(agent_claims, "_FIRST_PAUSE_S", 0.05)
     return Flaky(MemoryStore())
 
 
@@ -51,7 +54,6 @@ def make(flaky: Flaky, names: str = "a", lease_s: float = 1.0, **settings: Any) 
 
 def claims_of(flaky: Flaky, jobs: list[NewJob] | None, lease_s: float = 1.0, **others: Any) -> Claims:
     settings: dict[str, Any] = {
-        "patience": Patience(0.02, 0.05),
         "device": lambda: DeviceEntry("rank 0", "run"),
     } | others
     return Claims(
@@ -158,8 +160,9 @@ def test_a_store_that_is_away_is_asked_again_and_the_job_goes_on(flaky):
     claims.stop()
 
 
-def test_threads_that_find_the_store_away_at_once_lengthen_the_pause_once(flaky, caplog):
-    claims = make(flaky, patience=Patience(0.02, 60.0))
+def test_threads_that_find_the_store_away_at_once_lengthen_the_pause_once(flaky, caplog, monkeypatch):
+    monkeypatch.setattr(agent_claims, "_FIRST_PAUSE_S", 60.0)
+    claims = make(flaky)
     flaky.down = True
     for _ in range(3):
         assert claims.ask(lambda store: store.list(), 0.001) is None

@@ -44,7 +44,7 @@ RULES: dict[str, set[str]] = {
     # What is decided.
     "pipeline": {"errors", "given", "profiles", "types"},
     "planner": {"display", "errors", "given", "profiles", "types"},
-    "scheduler": {"errors", "planner", "profiles"},
+    "scheduler": {"errors"},
     # What runs: a rank with its relay, an agent, its workers.
     "records": {"account", "errors", "folders", "linux", "status", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},

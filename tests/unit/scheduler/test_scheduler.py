@@ -16,8 +16,8 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import MARGIN_BYTES
+from megatron.fill.planner.search import unit_s
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.scheduler.estimate import estimate_s
 from megatron.fill.scheduler.policies import DEFAULT_POLICY, MOST_JOBS, POLICIES, STEADY, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.types import BubbleKind
@@ -271,12 +271,11 @@ def test_a_negative_time_is_refused():
 def test_times_are_estimated_from_the_plan():
     cycle = BubbleCycle(2_000_000_000, (BubbleSlot(BubbleKind.DRAIN, 10, 5),))
     profile = JobProfile(Configuration(), (NodeProfile("forward", 5, 5),), work=3.0)
-    assert estimate_s(cycle, [profile], 60.0) == pytest.approx(20.0)  # two iterations in each cycle of 2 s
-    assert estimate_s(cycle, [profile], 60.0, reserve_ns=1) == pytest.approx(40.0)
-    assert estimate_s(cycle, [profile], 60.0, reserve_ns=6) == inf
-    assert estimate_s(cycle, [profile], None) is None
-    assert estimate_s(None, [profile], 60.0) is None
-    assert estimate_s(cycle, [], 60.0) is None
+    assert unit_s(cycle, [profile]) == pytest.approx(1 / 3)  # two iterations in each cycle of 2 s
+    assert unit_s(cycle, [profile], reserve_ns=1) == pytest.approx(2 / 3)
+    assert unit_s(cycle, [profile], reserve_ns=6) == inf
+    assert unit_s(None, [profile]) is None
+    assert unit_s(cycle, []) is None
 
 
 @given(st.sampled_from(sorted(its.__name__ for its in STEADY)), job_sets)

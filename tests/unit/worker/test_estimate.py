@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.worker.estimate import NodeEstimators, StepEstimator
+from megatron.fill.worker.estimate import QUANTILE, WINDOW, NodeEstimators, StepEstimator
 
 
 def test_nothing_is_known_at_first():
@@ -31,8 +31,8 @@ def test_it_is_the_quantile_of_the_window(durations):
     estimator = StepEstimator()
     for duration in durations:
         estimator.observe(duration)
-    recent = sorted(durations[-estimator.window :])
-    assert estimator.estimate_ns == recent[int(estimator.quantile * (len(recent) - 1))]
+    recent = sorted(durations[-WINDOW:])
+    assert estimator.estimate_ns == recent[int(QUANTILE * (len(recent) - 1))]
 
 
 def test_a_rare_node_is_expected_to_be_as_much_slower_as_the_others_are():

@@ -85,7 +85,7 @@ def test_the_best_configuration_that_fits_is_taken_and_written_down(tmp_path):
     assert bench.expected == [LARGE]
     plan = ExecutionPlan.from_dict(json.loads((tmp_path / "plan.json").read_text()))
     assert plan.work_per_cycle == 4
-    assert ExecutionPlan.parse((tmp_path / "plan.txt").read_text()) == plan
+    assert (tmp_path / "plan.txt").read_text() == f"{plan}\n"
 
 
 def test_nothing_fits(tmp_path):

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
-from megatron.fill.worker.loop import StepLoop, StepRules
+from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import Pacer, StepDevice, StepPages, Stopped
 from megatron.fill.worker.profiler import Profiler
 from megatron.fill.worker.saver import Saver
@@ -288,13 +289,12 @@ class Stepping(SideTask):
         return 1.0
 
 
-def loop_over(bench: Bench, lengths_ms: list[float], **settings: int) -> StepLoop:
+def loop_over(bench: Bench, lengths_ms: list[float], **settings: Any) -> StepLoop:
     machine = TaskMachine(Stepping(bench, lengths_ms), TaskContext("t", Path("/")))
     machine.create({})
     machine.init()
     pages = StepPages(bench.gate, bench.log)
-    rules = StepRules(**settings)
-    return StepLoop(machine, pages, lambda: False, pacer=bench.pacer, rules=rules, clock=bench.gate.clock)
+    return StepLoop(machine, pages, lambda: False, pacer=bench.pacer, clock=bench.gate.clock, **settings)
 
 
 def test_a_step_that_nobody_knows_begins_in_a_long_bubble_only(monkeypatch):

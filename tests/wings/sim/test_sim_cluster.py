@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.scheduler.estimate import estimate_s
+from megatron.fill.planner.search import unit_s
 from megatron.fill.types import JobState
 from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.cluster.simulate import Cluster, simulate
@@ -215,7 +215,7 @@ def test_the_times_that_policies_see_are_the_scheduler_s():
     rates = Rates(cycle((100, 8)), (TEN, THIRTY), EXACT)
     for its in (TEN, THIRTY):
         fit = rates.whole.fits[its.name]
-        assert fit.unit_s * 7.0 == pytest.approx(estimate_s(rates.cycle, its.profiles, 7.0, 0))
+        assert fit.unit_s == pytest.approx(unit_s(rates.cycle, its.profiles))
         assert rates.resident_rate(fit) == pytest.approx(1 / fit.unit_s)
 
 

@@ -26,7 +26,7 @@ class Fit:
     """A kind of job in a seat, with its plan there.
 
     Attributes:
-        unit_s: seconds per unit of work there, as the scheduler estimates it (``estimate_s``).
+        unit_s: seconds per unit of work there, as the scheduler estimates it (``planner.search.unit_s``).
     """
 
     kind: str
