@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from megatron.fill.errors import TaskError
 from megatron.fill.profiles import is_amount
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
+from megatron.fill.sidetask.forked import end_forked
 
 
 class TaskMachine:
     """The state machine of one task, which calls its callbacks.
 
-    An exception of a callback is passed on unchanged; ``callback`` then names the callback that raised it.
+    An exception of a callback is passed on unchanged; ``callback`` then names the callback that raised it.  A process
+    that a callback has forked ends where it leaves the callback: it must not go on as a second worker.
 
     Attributes:
         state: state of the task.
@@ -28,26 +31,27 @@ class TaskMachine:
         self.state = TaskState.SUBMITTED
         self.callback = ""
         self.enter: Callable[[], None] = lambda: None
+        self._pid = os.getpid()
 
     def create(self, args: dict[str, Any]) -> None:
         self._expect(TaskState.SUBMITTED, "create")
-        self.task.create(**args)
+        self._call(self.task.create, **args)
         self.state = TaskState.CREATED
 
     def load(self, state: dict[str, Any]) -> None:
         self._expect(TaskState.CREATED, "load_state_dict")
-        self.task.load_state_dict(state)
+        self._call(self.task.load_state_dict, state)
 
     def init(self) -> None:
         self._expect(TaskState.CREATED, "init")
         self.enter()
-        self.task.init()
+        self._call(self.task.init)
         self.enter()
         self.state = TaskState.PAUSED
 
     def start(self) -> None:
         self._expect(TaskState.PAUSED, "start")
-        self.task.start()
+        self._call(self.task.start)
         self.state = TaskState.RUNNING
 
     def run_next_step(self) -> float:
@@ -60,7 +64,7 @@ class TaskMachine:
         if self.state is not TaskState.RUNNING:
             self._expect(TaskState.RUNNING, "run_next_step")
         self.callback = "run_next_step"
-        work = self.task.run_next_step()
+        work = self._call(self.task.run_next_step)
         if work is None:
             return 1.0
         return _amount(work, "run_next_step() returned {}; expected the work done as a number, or None")
@@ -76,12 +80,12 @@ class TaskMachine:
 
     def pause(self) -> None:
         self._expect(TaskState.RUNNING, "pause")
-        self.task.pause()
+        self._call(self.task.pause)
         self.state = TaskState.PAUSED
 
     def shrink(self, memory_bytes: int) -> bool:
         self._expect(TaskState.PAUSED, "shrink")
-        return bool(self.task.shrink(memory_bytes))
+        return bool(self._call(self.task.shrink, memory_bytes))
 
     @property
     def resumable(self) -> bool:
@@ -91,7 +95,7 @@ class TaskMachine:
 
     def state_dict(self) -> dict[str, Any] | None:
         self.callback = "state_dict"
-        return self.task.state_dict()
+        return self._call(self.task.state_dict)
 
     def stop(self) -> None:
         """Stop the task, from any state; a second call does nothing."""
@@ -99,7 +103,14 @@ class TaskMachine:
             return
         self.callback = "stop"
         self.state = TaskState.STOPPED
-        self.task.stop()
+        self._call(self.task.stop)
+
+    def _call[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if os.getpid() != self._pid:
+                end_forked(self.callback)
 
     def _expect(self, state: TaskState, callback: str) -> None:
         if self.state is not state:

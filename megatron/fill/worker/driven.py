@@ -24,6 +24,7 @@ from megatron.fill.linux import host
 from megatron.fill.linux.wakeup import readable
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.forked import end_forked
 from megatron.fill.sidetask.imperative import ImperativeTask
 
 _PAUSE = signal.SIGUSR2
@@ -168,6 +169,7 @@ class _Workload:
         self.task = task
         self._enter = enter
         self._listen_fd, self._tell_fd = listen, tell
+        self._pid = os.getpid()
         self._busy = True  # in code that a pause must not interrupt
         self._wanted = False  # a pause was requested in the meantime
         self._callback = "create"
@@ -185,6 +187,7 @@ class _Workload:
         except _Stop:
             pass
         except BaseException as error:  # SystemExit included
+            self._check_forked()
             self._busy = True
             print(task_traceback(error), end="", file=sys.stderr)
             said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -199,24 +202,37 @@ class _Workload:
 
     def _live(self, args: dict[str, Any]) -> None:
         self.task.create(**args)
+        self._check_forked()
         self.tell(state="created", total=self.task.context.total_work)
         if self._read() != b"i":
             raise _Stop
         self._callback = "init"
         self._enter()
         self.task.init()
+        self._check_forked()
         self._enter()  # again, since ``init`` may have been the first to import PyTorch
         self.tell(total=self.task.context.total_work)
         self._callback = "run_gpu_workload"
         self._hold()
         self.task.run_gpu_workload()
+        self._check_forked()
         self._busy = True
         cuda.synchronize(self.task.context.device)
         self.tell(state="ended")
         self._read()
 
+    def _check_forked(self) -> None:
+        """End a process that the task has forked, which would go on as the task's own."""
+        if os.getpid() != self._pid:
+            end_forked(self._callback)
+
     def tell(self, **what: Any) -> None:
-        """Send a report to the worker; a signal's pause is delayed, since its report would be mixed into this one."""
+        """Send a report to the worker; a signal's pause is delayed, since its report would be mixed into this one.
+
+        A process that the task has forked tells nothing: what it was given to do is told by nobody twice.
+        """
+        if os.getpid() != self._pid:
+            return
         busy, self._busy = self._busy, True
         data = json.dumps(what).encode() + b"\n"
         while data:
