@@ -23,8 +23,8 @@ def end_forked(callback: str) -> NoReturn:
         print(task_traceback(error), end="", file=sys.stderr)
     else:
         print(
-            f"{callback}() came back in a process that it had forked, too: that one is ended, and its work does not count; "
-            "expected os._exit() in it",
+            f"{callback}() came back in a process that it had forked, too: that one is ended, and its work does not "
+            "count; expected os._exit() in it",
             file=sys.stderr,
         )
     sys.stdout.flush()
