@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import typer
 
 from megatron.fill.cli.options import Device, Json, checked_device
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import console_of
+from megatron.fill.display import console_of, counted
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux import safefile
 
@@ -74,7 +75,8 @@ def try_(
 
     Exits with 0 if all would run, 1 if one failed, 2 if something does not exist or makes no sense.
 
-    --json prints a list with an object per job: docs/side-tasks.md explains its fields.
+    --json prints a list with an object per job: docs/side-tasks.md explains its fields. Cut off (Ctrl-C, SIGTERM), it
+    shows the jobs that had been tried.
     """
     from megatron.fill.trial.printed import print_trial
     from megatron.fill.trial.result import Ended, Options
@@ -87,8 +89,9 @@ def try_(
     _check_places(bind or ())
     settings = {"grace_ms": grace_ms, "bind": list(bind or ()), "network": network, "sharing": sharing}
     options = Options(bubble_ms, period_ms, seconds, startup_seconds, where, settings=settings)
-    with trial_folder(keep) as folder:
-        trials = list(trials_of(jobs, search, options, folder, keep is not None, _say))
+    trials: list[Trial] = []
+    with trial_folder(keep) as folder, _cut_off() as signals:
+        trials.extend(trials_of(jobs, search, options, folder, keep is not None, _say))  # keeps those before a cut
     if as_json:
         print_json([asdict(trial) for trial in trials])
     else:
@@ -97,6 +100,9 @@ def try_(
             if at:
                 console.print()
             print_trial(trial, console)
+    if signals:
+        _say(f"cut off: {len(trials)} of {counted(len(jobs), 'job')} had been tried")
+        raise typer.Exit(128 + signals[0])
     endings = {trial.ended for trial in trials}
     if endings != {Ended.OK}:
         raise typer.Exit(2 if Ended.REFUSED in endings else 1)
@@ -148,6 +154,24 @@ def trial_folder(keep: Path | None) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             safefile.remove_tree(folder)
+
+
+@contextmanager
+def _cut_off() -> Iterator[list[int]]:
+    """End the block at SIGINT or SIGTERM, and yield a list of the signals that came."""
+    came: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with suppress(KeyboardInterrupt):
+            yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _named(

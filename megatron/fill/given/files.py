@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ _MOST_BYTES = 256 << 20
 _MOST_YAML_BYTES = 32 << 20
 _MOST_JSON_VALUES = 30_000_000  # a report has some hundred per rank
 _MOST_JSON_DEPTH = 64
+_WRITER_S = 2.0  # for whoever writes into a pipe to open it
 
 
 def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) -> str:
@@ -22,11 +26,13 @@ def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) ->
         expected: description of a valid file for error messages, such as ``a report.json``.
 
     Raises:
-        ConfigError: the file cannot be read, is larger than ``most_bytes``, or is not UTF-8.
+        ConfigError: the file cannot be read, is larger than ``most_bytes``, is not UTF-8, or is a pipe that nobody
+            writes into.
     """
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(most_bytes + 1)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            data = _first_byte(file.fileno())
+            data += file.read(most_bytes + 1 - len(data))
         if len(data) > most_bytes:
             raise ConfigError(f"{path}: is larger than {most_bytes >> 20} MiB; expected {expected}")
         return data.decode("utf-8-sig")
@@ -37,6 +43,24 @@ def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) ->
     except ValueError as error:  # a name that no file can have
         reason = str(error)
     raise ConfigError(f"{path}: cannot be read: {reason}; expected {expected}")
+
+
+def _first_byte(fd: int) -> bytes:
+    """Let a file block from now on; of a pipe, return the first byte if it is there, once the pipe has a writer.
+
+    Raises:
+        TimeoutError: nobody has opened the pipe for writing.
+    """
+    first, end_s = b"", time.monotonic() + _WRITER_S
+    try:
+        while stat.S_ISFIFO(os.fstat(fd).st_mode) and not (first := os.read(fd, 1)):  # at its end: without a writer
+            if time.monotonic() > end_s:
+                raise TimeoutError("it is a pipe, and nobody writes into it")
+            time.sleep(0.01)
+    except BlockingIOError:
+        pass  # it has a writer
+    os.set_blocking(fd, True)
+    return first
 
 
 def read_yaml(path: str | Path, expected: str) -> PlainYaml:

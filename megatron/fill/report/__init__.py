@@ -157,6 +157,6 @@ def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[i
     print_cycle(cycles, console)
     left = account_records([segment])
     accounts = account([segment], left)
-    print_account(accounts, console)
+    print_account(accounts, console, segment.command)
     print_timers(timers(left, accounts), console)
     write_cycles(path, cycles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,35 +15,50 @@ from megatron.fill.types import PIPELINE_KINDS
 
 _LATE, _RANKS = 5, 4  # numbers of waits for late ranks that are printed, and of ranks in each
 _TIMERS = 2  # names of timers in a row
-_BUBBLES = "--fill-jobs"
-# Flags that make a kind of idle time shorter, or fill it.
-_REMEDIES = {
+_BUBBLES = ("--fill-jobs",)
+_REDUCE, _REPLICAS = "--overlap-grad-reduce", "data group"
+# What makes a kind of idle time shorter, or fills it.
+_REMEDIES: dict[str, tuple[str, ...]] = {
     **{str(kind): _BUBBLES for kind in PIPELINE_KINDS},
-    "drain": "--fill-jobs; --overlap-grad-reduce",
-    "tensor group": "--tp-comm-overlap",
-    "data group": "--overlap-grad-reduce, --overlap-param-gather",
-    "expert group": "--overlap-moe-expert-parallel-comm",
-    "context group": "--cp-comm-type",
-    "all ranks": "a higher --log-interval; fewer timers",
-    "data loading": "--num-workers; faster storage",
-    "save": "--async-save; a higher --save-interval",
+    "drain": (*_BUBBLES, _REDUCE),
+    "tensor group": ("--tp-comm-overlap",),
+    _REPLICAS: (_REDUCE, "--overlap-param-gather"),
+    "expert group": ("--overlap-moe-expert-parallel-comm",),
+    "context group": ("--cp-comm-type",),
+    "all ranks": ("a higher --log-interval", "fewer timers"),
+    "data loading": ("--num-workers", "faster storage"),
+    "save": ("--async-save", "a higher --save-interval"),
     "evaluation wait": _BUBBLES,
-    "logging": "a higher --log-interval",
-    GAP: "--fill-between; a shorter requeue",
+    "logging": ("a higher --log-interval",),
+    GAP: ("--fill-between", "a shorter requeue"),
 }
 
 
-def print_account(accounts: Sequence[AccountReport], console: Console) -> None:
-    """Print the account; nothing if no rank left one."""
+def print_account(accounts: Sequence[AccountReport], console: Console, command: str) -> None:
+    """Print the account; nothing if no rank left one.
+
+    Args:
+        command: the training's command line; what it has already is not named as a remedy.
+    """
     if accounts:
-        console.print(_table(accounts), "")
+        console.print(_table(accounts, _had(command, accounts[-1])), "")
     blind = sum(one.blind for one in accounts if one.rank is not None)
     if blind:  # no wait was seen in a training of several stages
         line = f"on {blind} of {len(accounts) - 1} ranks: {BLIND}"
         console.print(line, style="bold red", highlight=False)
 
 
-def _table(accounts: Sequence[AccountReport]) -> Table:
+def _had(command: str, whole: AccountReport) -> set[str]:
+    """Return the flags of a training, with those that would have nothing to do in it, or would not fill more."""
+    had = set(command.split())
+    if not had.isdisjoint(("--fill-jobs", "--fill-store")):
+        had.update(_BUBBLES)
+    if all(one.name != _REPLICAS for one in whole.times):
+        had.add(_REDUCE)
+    return had
+
+
+def _table(accounts: Sequence[AccountReport], had: Collection[str]) -> Table:
     """Return a table of the time of all ranks, and of what helps against each kind of idle time."""
     whole, ranks = accounts[-1], accounts[:-1]
     title = f"Where the time of the ranks went: {whole.wall_s:,.1f} s, {whole.named_share:.2%} of it named"
@@ -54,7 +69,8 @@ def _table(accounts: Sequence[AccountReport]) -> Table:
             if one.compute is compute:
                 its = [share.get(one.name, 0.0) for share in shares]
                 cells = (f"{share:.1%}" for share in (one.share, min(its), max(its), one.long_s / whole.wall_s))
-                table.add_row(one.name, *cells, _REMEDIES.get(one.name, ""))
+                helps = [remedy for remedy in _REMEDIES.get(one.name, ()) if remedy not in had]
+                table.add_row(one.name, *cells, "; ".join(helps))
         table.add_section()
     return table
 

@@ -63,7 +63,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_rank_table(report), "")
     if report.total.fillable_s:
         console.print(_use_table(report), "")
-    print_account(report.account, console)
+    print_account(report.account, console, report.command)
     print_timers(report.timers, console)
     if report.jobs:
         shown = sorted(report.jobs, key=lambda job: job.state is not JobState.FAILED)[:_JOBS]

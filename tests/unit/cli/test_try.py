@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,12 @@ def pipefill(tmp_path, monkeypatch, capsys) -> Callable[..., Ran]:
     (tmp_path / "counts.py").write_text("raise AssertionError('nothing is imported here')")
     (tmp_path / "my-counts.py").touch()
 
-    def ran(*arguments: str, refuse: str = "", endings: dict[str, Ended] | None = None) -> Ran:
+    def ran(
+        *arguments: str,
+        refuse: str = "",
+        endings: dict[str, Ended] | None = None,
+        ends: tuple[str, signal.Signals] | None = None,
+    ) -> Ran:
         tried: list[tuple[JobSpec, list[str], Options]] = []
 
         def examine(jobs: Any, search: list[str], settings: Any) -> list[Examined]:
@@ -50,6 +56,8 @@ def pipefill(tmp_path, monkeypatch, capsys) -> Callable[..., Ran]:
 
         def try_job(job: JobSpec, found: Any, search: list[str], options: Options, folder: Path, say: Any) -> Trial:
             tried.append((job, search, options))
+            if ends is not None and ends[0] == job.name:
+                signal.raise_signal(ends[1])
             trial = Trial(job.name, job.what, "cpu", Ended.OK, steps=Steps(7, 1.0, 2.0, 3.0), folder=str(folder))
             return replace(trial, ended=(endings or {}).get(job.name, Ended.OK))
 
@@ -71,6 +79,20 @@ def test_one_of_each_kind_of_the_jobs_of_a_file_is_tried(pipefill, tmp_path):
     assert done.tried[0][1] == [str(tmp_path)]
     assert max(map(len, done.out.splitlines())) <= 80
     assert done.out.count("It would run.") == 3
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_trial_that_is_cut_off_shows_the_jobs_that_had_been_tried(pipefill, number, status, as_json):
+    before = signal.getsignal(number)
+    done = pipefill("jobs.yaml", "--device", "cpu", *(["--json"] if as_json else []), ends=("zip", number))
+    assert done.status == status
+    assert done.err.endswith("cut off: 2 of 3 jobs had been tried\n")
+    if as_json:
+        assert [trial["job"] for trial in json.loads(done.out)] == ["count-0", "other"]
+    else:
+        assert done.out.count("It would run.") == 2
+    assert signal.getsignal(number) is before
 
 
 def test_a_job_is_chosen_by_name(pipefill):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from functools import partial
 
@@ -159,3 +163,29 @@ def test_what_is_shown_is_short():
     for value in (deep, "x" * 100_000, list(range(100_000)), {str(n): n for n in range(100_000)}):
         assert len(shown(value)) <= 60
     assert shown("a'b") == '"a\'b"'
+
+
+def test_a_pipe_is_read_to_the_end_of_its_writers(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with pipe.open("w") as file:
+            for part in ("a: ", "1"):
+                time.sleep(0.05)
+                file.write(part)
+                file.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_yaml(pipe, "something").value == {"a": 1}
+    writer.join()
+
+
+def test_a_pipe_that_nobody_writes_into_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    code = "from megatron.fill.given import files; files._WRITER_S = 0.1; files.read_text({!r}, 'a word')"
+    done = subprocess.run(  # one that waited would not even hear a time limit of this process
+        [sys.executable, "-c", code.format(str(tmp_path / "pipe"))], capture_output=True, text=True, timeout=60
+    )
+    assert "pipe: cannot be read: it is a pipe, and nobody writes into it; expected a word" in done.stderr

@@ -15,6 +15,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.records import AccountWriter, begin_segment, read_accounts
 from megatron.fill.report.account import account, account_records
 from megatron.fill.report.idle import print_account
+from megatron.fill.report.schema import AccountReport, NamedTime
 from megatron.fill.types import RankInfo
 
 
@@ -65,16 +66,37 @@ def test_a_training_of_several_stages_without_a_wait_says_so(tmp_path: Path, cap
     assert "NO WAIT FOR ANOTHER STAGE WAS SEEN" in caplog.text
     out = StringIO()
     accounts = account([segment], account_records([segment]))
-    print_account(accounts, Console(file=out, width=80))
+    print_account(accounts, Console(file=out, width=80), "train")
     assert [one.blind for one in accounts] == [False, True, False]
     assert "on 1 of 2 ranks: NO WAIT" in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("command", "names", "drain", "data"),
+    [
+        ("train", ("drain",), "--fill-jobs", None),  # without replicas there is nothing to reduce
+        ("train", ("drain", "data group"), "--fill-jobs; --overlap-grad-reduce", "--overlap-grad-reduce; "),
+        ("train --fill-store s --overlap-grad-reduce", ("drain", "data group"), "", "--overlap-param-gather"),
+    ],
+)
+def test_only_what_a_training_does_not_have_yet_helps(
+    command: str, names: tuple[str, ...], drain: str, data: str | None
+) -> None:
+    times = [NamedTime(name=name, compute=False, time_s=1.0, share=0.5, long_s=1.0) for name in names]
+    whole = AccountReport(
+        rank=None, stage=None, wall_s=2.0, named_share=1.0, idle_share=1.0, long_idle_s=2.0, blind=False, times=times
+    )
+    print_account([whole, whole], Console(file=(out := StringIO()), width=120), command)
+    helps = {line.split("  ")[0]: line.split("%")[-1].strip() for line in out.getvalue().splitlines() if "%  " in line}
+    assert helps["drain"] == drain
+    assert helps.get("data group", "").startswith(data or "")
+
+
 def test_a_segment_without_accounts_has_none_and_a_damaged_one_is_an_error(tmp_path: Path):
     segment = begin_segment(tmp_path, "train", 1).segment
     assert account([segment], account_records([segment])) == []
-    print_account([], Console(file=(out := StringIO())))
+    print_account([], Console(file=(out := StringIO())), "train")
     assert out.getvalue() == ""
     (segment.folder / "account0.json").write_text('{"version": 5, "kind": "account", "spent": 3}\n')
     with pytest.raises(FillError, match="damaged"):

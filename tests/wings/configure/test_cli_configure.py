@@ -74,6 +74,27 @@ def test_the_table_has_the_best_in_80_columns(folder):
     assert all(one["memory_bytes"] <= 78 * 2**30 for one in found["best"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--gpus", "8"], "--gpus comes after --, where Megatron's flags are; expected it before --"),
+        (["--gpsu", "8"], "--gpsu is no flag of Megatron"),
+        (["--recompute-granularity", "full"], "is full without --recompute-method; expected both"),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "uniform"],
+            "is full without --recompute-num-layers; expected both",
+        ),
+    ],
+)
+def test_pays_refuses_what_megatron_would_not_start(flags, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        pays("--", *FLAGS.split(), *flags)
+
+
+def test_configure_adds_what_full_recomputation_needs():
+    assert "full" in run("--top", "1", flags=f"{FLAGS} --recompute-granularity full")
+
+
 def test_the_table_has_80_columns_with_large_figures_too():
     """GPUs have a column of their own where rows have different numbers of them."""
     large = CLUSTER | {"nodes": 256, "gpu": "b200", "price_per_gpu_hour": 4.5}

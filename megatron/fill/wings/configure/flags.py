@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +108,13 @@ class Training:
         return -(-self.model.vocabulary // unit) * unit
 
 
-def read_flags(tokens: Sequence[str], ran: bool = False) -> Training:
+def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = ()) -> Training:
     """Read a training from Megatron's flags.
 
     Args:
         ran: True if they are those of a training that ran: its script may have had flags of its own, and its ranks
             another order.
+        own: options of the command that they are given to, which come before them.
 
     Raises:
         ConfigError: naming the flag, its value, and what was expected.
@@ -129,7 +130,7 @@ def read_flags(tokens: Sequence[str], ran: bool = False) -> Training:
     later: int | None = None
     for flag, value in given:
         if not ran:
-            check_name(flag)
+            check_name(flag, own)
         if flag in _MODEL or flag in _NUMBERS:
             values[flag] = _number(flag, value)
         elif flag in layout:
@@ -295,6 +296,18 @@ def _fill_vocabulary(values: dict[str, int], given: Mapping[str, str]) -> None:
     known = _VOCABULARIES.get(given.get("--tokenizer-type", ""))
     if known is not None:
         values.setdefault("--vocab-size", known)
+
+
+def check_whole(training: Training, tokens: Sequence[str]) -> None:
+    """Check that the flags of full recomputation are all there, where no others are added.
+
+    Raises:
+        ConfigError: one that Megatron needs with the others is missing.
+    """
+    given = {flag for flag, _ in _pairs(tokens)}
+    for flag in _RECOMPUTE:
+        if training.fixed.get("recompute") is Recompute.FULL and flag not in given:
+            raise ConfigError(f"--recompute-granularity is full without {flag}; expected both")
 
 
 def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:

@@ -112,14 +112,19 @@ def check_together(given: Collection[str]) -> None:
             raise ConfigError(f"{flag} without {other}; expected both, or neither")
 
 
-def check_name(flag: str) -> None:
+def check_name(flag: str, own: Collection[str] = ()) -> None:
     """Check that Megatron or PipeFill has a flag.
+
+    Args:
+        own: options of the command that the flags are given to.
 
     Raises:
         ConfigError: neither has; the message names the nearest that one has.
     """
     if flag in _names() or flag.startswith("--fill-"):
         return
+    if flag in own:
+        raise ConfigError(f"{flag} comes after --, where Megatron's flags are; expected it before --")
     near = get_close_matches(flag, _names(), 1)
     raise ConfigError(f"{flag[:60]} is no flag of Megatron; expected {near[0] if near else 'one that it has'}")
 

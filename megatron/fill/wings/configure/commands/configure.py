@@ -33,6 +33,7 @@ Flags = Annotated[
 
 
 def configure(
+    context: typer.Context,
     cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A YAML file: docs/configure.md.")],
     flags: Flags,
     objective: Annotated[
@@ -84,7 +85,7 @@ def configure(
 
     if objective not in list(Objective):
         raise ConfigError(f"--objective is {objective!r}: expected one of {', '.join(Objective)}")
-    training, there = read_flags(flags), load_cluster(cluster)
+    training, there = read_flags(flags, own=_own(context)), load_cluster(cluster)
     if objective == Objective.COST and there.price_per_gpu_hour is None:
         raise ConfigError(f"{cluster}: price_per_gpu_hour is missing; expected it with --objective cost")
     links = there.links(cluster.resolve().parent)
@@ -115,6 +116,7 @@ def configure(
 
 
 def pays(
+    context: typer.Context,
     flags: Flags,
     gpus: Annotated[
         int | None, typer.Option("--gpus", metavar="N", min=1, help="Of the training (default: one replica's).")
@@ -133,11 +135,12 @@ def pays(
     memory_interval_bytes, gpus_worth, pays, and flags as ignored and least_known.
     """
     from megatron.fill.cli.views import print_json
-    from megatron.fill.wings.configure.flags import read_flags
+    from megatron.fill.wings.configure.flags import check_whole, read_flags
     from megatron.fill.wings.configure.pays import figures
     from megatron.fill.wings.mainjob.hardware import GPUS
 
-    training = read_flags(flags)
+    training = read_flags(flags, own=_own(context))
+    check_whole(training, flags)
     found = figures(training, gpus, gpu, network, schedule)
     worth = found.gpus_worth / found.proposal.parallel.gpus
     if as_json:
@@ -155,6 +158,11 @@ def pays(
         elif schedule is None and (its.parallel.chunks > 1 or its.bubble_share < _PAYS):
             print("With virtual stages or many micro-batches, too little time is left between passes.")
     _print_ignored(training, GPUS[gpu])
+
+
+def _own(context: typer.Context) -> set[str]:
+    """Return the names of the command's own options."""
+    return {name for option in context.command.params for name in option.opts}
 
 
 def _print_ignored(training: Training, gpu: GpuKind) -> None:
