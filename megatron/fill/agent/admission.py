@@ -20,32 +20,11 @@ _NOBODY = 65534
 
 # Nothing else is passed on: the rest may be tokens, passwords, or the addresses of Megatron's process group.
 _KEPT = {
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LANGUAGE",
-    "TZ",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "PYTHONHASHSEED",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
-    "LD_LIBRARY_PATH",
-    "CUDA_HOME",
-    "CUDA_PATH",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "NVIDIA_VISIBLE_DEVICES",
-    "NVIDIA_DRIVER_CAPABILITIES",
-    "XDG_CACHE_HOME",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "TORCH_HOME",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"),
+    *("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+    *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME"),
 }
 LIBRARY_SETTINGS = {
     "OMP_NUM_THREADS": "1",  # one thread per library on the rank's core
@@ -131,12 +110,7 @@ def environment(
 
 
 def job_variables(job: Job, run: str, directory: Path) -> dict[str, str]:
-    """Return the variables ``PIPEFILL_*`` that describe a job to itself; zero bytes are removed.
-
-    Args:
-        run: the run folder.
-        directory: the job's folder.
-    """
+    """Return the variables ``PIPEFILL_*`` that describe a job to itself; zero bytes are removed."""
     index, count = job.work.array or (0, 1)
     values = {
         "JOB": job.name,

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,32 +75,20 @@ def show_or_log(show: Callable[[], object]) -> None:
         logger.exception(said)
 
 
+@dataclass(eq=False, repr=False)
 class Seat:
-    """Serves one job after the other, in a thread of its own; any thread may read the properties.
+    """Serves one job after the other, in a thread of its own; any thread may read the properties."""
 
-    Args:
-        neighbour: returns the resident job, for the tail seat; None for the resident seat.
-        idle: called when there is no job for this seat.
+    context: AgentContext
+    pool: WorkerPool
+    judge: Judge
+    neighbour: Callable[[], Resident | None] | None = None  # returns the resident job; None for the resident seat
+    idle: Callable[[], object] = lambda: None  # called when there is no job for this seat
 
-    Attributes:
-        job_name: name of the present job; empty for none.
-    """
-
-    def __init__(
-        self,
-        context: AgentContext,
-        pool: WorkerPool,
-        judge: Judge,
-        neighbour: Callable[[], Resident | None] | None = None,
-        idle: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.context = context
-        self.pool = pool
-        self.judge = judge
-        self.tail = neighbour is not None
-        self.job_name = ""
-        self._find_neighbour = neighbour or (lambda: None)
-        self._idle = idle
+    def __post_init__(self) -> None:
+        self.tail = self.neighbour is not None
+        self.job_name = ""  # name of the present job; empty for none
+        self._find_neighbour = self.neighbour or (lambda: None)
         self._run: JobRun | None = None
         self._has_stepped = False  # a job that has ended has done a step
         self._seen: object = None  # state of store, cycle and resident job at the latest look
@@ -147,7 +136,7 @@ class Seat:
         most = None if quota is None else quota.jobs
         claim = context.claims.claim(lambda store: self._wanted(store, neighbour), context.name, most)
         if claim is None:
-            self._idle()
+            self.idle()
             return False
         self.job_name = claim.job.name
         context.claims.look_again()

@@ -38,20 +38,13 @@ _VERSION = 1
 
 @dataclass(slots=True)
 class HeldClaim:
-    """A job that this agent holds.
-
-    Attributes:
-        progress: returns the job's progress.
-        standing: state of the claim at the latest heartbeat.
-        stepped: the store knows that the job has done a step since it was claimed.
-        beat_s: time of the latest heartbeat (``time.monotonic``).
-    """
+    """A job that this agent holds."""
 
     claim: Claim
-    progress: Callable[[], Progress]
-    standing: Standing = Standing.HELD
-    stepped: bool = False
-    beat_s: float = field(default_factory=time.monotonic)
+    progress: Callable[[], Progress]  # returns the job's progress
+    standing: Standing = Standing.HELD  # state of the claim at the latest heartbeat
+    stepped: bool = False  # the store knows that the job has done a step since it was claimed
+    beat_s: float = field(default_factory=time.monotonic)  # time of the latest heartbeat (``time.monotonic``)
 
 
 @dataclass(eq=False, repr=False)
@@ -59,25 +52,18 @@ class Claims:
     """Keeps one agent's jobs and device alive in the store, in a thread of its own.
 
     Any thread may ask, claim, hold and finish.  The thread here calls ``device`` and the progress of a claim.
-
-    Args:
-        submit: jobs to submit once the store can be reached; the store is created if need be.  None if an earlier agent
-            has submitted them: then a missing store is not created, since the new one would stay empty.
-        submitted: called when they are in the store.
-        device: returns this agent's device entry.
-        lease_s: time for which the store waits for a heartbeat.
-        dead: owners that are known to be dead; the jobs that they hold are given back.
-        connect: opens the store of a URL.
     """
 
     url: str
     owner: str
+    # Jobs to submit once the store can be reached; the store is created if need be.  None if an earlier agent has
+    # submitted them: then a missing store is not created, since the new one would stay empty.
     submit: Sequence[NewJob] | None
-    device: Callable[[], DeviceEntry]
-    lease_s: float
-    dead: Sequence[str] = ()
-    submitted: Callable[[], None] = lambda: None
-    connect: Callable[..., JobStore] = open_store
+    device: Callable[[], DeviceEntry]  # returns this agent's device entry
+    lease_s: float  # time for which the store waits for a heartbeat
+    dead: Sequence[str] = ()  # owners that are known to be dead; the jobs that they hold are given back
+    submitted: Callable[[], None] = lambda: None  # called when they are in the store
+    connect: Callable[..., JobStore] = open_store  # opens the store of a URL
 
     def __post_init__(self) -> None:
         self.every_s = min(_BEAT_S, self.lease_s / 3)
@@ -253,11 +239,7 @@ class Claims:
 
 @contextmanager
 def _alone(failed: str) -> Iterator[None]:
-    """Log exceptions of this block instead of raising them, except StoreError, after which the caller tries again.
-
-    Raises:
-        StoreError: the store does not answer.
-    """
+    """Log exceptions of this block instead of raising them, except StoreError, after which the caller tries again."""
     try:
         yield
     except StoreError:

@@ -38,31 +38,23 @@ class AgentContext:
 
     Gate, board, control and baton are pages in shared memory, which any thread may read; only the resident seat's
     thread drops the baton.  ``claims``, ``memory``, ``ranking`` and ``ledger`` are thread-safe.
-
-    Attributes:
-        name: the device's name in the store.
-        device: the rank's device.
-        memory: the memory of that device.
-        control_fd: read-only descriptor of the control page, for workers.
-        attendants: parts of wings that run beside it.
-        orphaned: set once the rank has died.
     """
 
     spec: AgentSpec
-    name: str
+    name: str  # the device's name in the store
     gate: SharedGateReader
     board: CycleBoardReader
     control: ControlPage
-    control_fd: int
+    control_fd: int  # read-only descriptor of the control page, for workers
     baton: Baton
     baton_fd: int
-    device: WorkerDevice
-    memory: DeviceMemory
+    device: WorkerDevice  # the rank's device
+    memory: DeviceMemory  # the memory of that device
     claims: Claims
     ranking: Ranking
     ledger: AttemptLedger
-    attendants: tuple[Attendant, ...] = ()
-    orphaned: threading.Event = field(default_factory=threading.Event)
+    attendants: tuple[Attendant, ...] = ()  # parts of wings that run beside it
+    orphaned: threading.Event = field(default_factory=threading.Event)  # set once the rank has died
 
     @property
     def run_dir(self) -> Path:

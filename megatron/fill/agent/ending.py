@@ -20,17 +20,12 @@ class How(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A decision to end a worker.
-
-    Attributes:
-        detail: figures or text for people.
-        stop: cause of an earlier request to stop; NONE if there was none.
-    """
+    """A decision to end a worker."""
 
     how: How
     cause: Cause
-    detail: str = ""
-    stop: Cause = Cause.NONE
+    detail: str = ""  # figures or text for people
+    stop: Cause = Cause.NONE  # cause of an earlier request to stop; NONE if there was none
 
 
 class Watcher(Protocol):

@@ -29,17 +29,11 @@ _LAST_S = 3.0  # debt at which the worker is ended; stopped outside bubbles, it 
 
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """A process's use of the cores so far, summed over its threads.
+    """A process's use of the cores so far, summed over its threads."""
 
-    Attributes:
-        ran_ns: CPU time.
-        waited_ns: time that its threads waited for a core, without a wait that has not ended yet.
-        sleeps: no thread runs or is ready to run.
-    """
-
-    ran_ns: int = 0
-    waited_ns: int = 0
-    sleeps: bool = False
+    ran_ns: int = 0  # CPU time
+    waited_ns: int = 0  # time that its threads waited for a core, without a wait that has not ended yet
+    sleeps: bool = False  # no thread runs or is ready to run
 
 
 @dataclass(eq=False, repr=False)
@@ -56,34 +50,24 @@ class Enforcer:
 
     The thread that watches the worker calls all methods.  A second thread lets the worker run in bubbles only: it reads
     the attributes set here, and writes ``violations``, ``ending`` and the opportunity of the step.
-
-    Args:
-        pid: the worker's process and process group, which it cannot leave.
-        max_overruns: number of violations (steps, starts or pauses) at which the worker is ended.
-        overtime: account of the worker's CPU time outside bubbles; None for no limit.
-        off: returns True while no worker may run, paused by the operator or by the brake.
-        waits: the worker waits for bubbles by itself; False for a command, which is stopped outside bubbles, and which
-            its worker's first process continues in them.
-        hung_ns: time that a step has to end, in further bubbles, once it has used up its grace period.
-
-    Attributes:
-        violations: number of violations so far.
-        ending: the decision to end the worker; None while it may go on.
     """
 
-    pid: int
+    pid: int  # the worker's process and process group, which it cannot leave
     gate: SharedGateReader
     log: StepLog
     grace_ns: int
-    max_overruns: int
-    overtime: Overtime | None = None
+    max_overruns: int  # number of violations (steps, starts or pauses) at which the worker is ended
+    overtime: Overtime | None = None  # account of the worker's CPU time outside bubbles; None for no limit
+    # Returns True while no worker may run, paused by the operator or by the brake
     off: Callable[[], bool] = lambda: False
+    # The worker waits for bubbles by itself; False for a command, which is stopped outside bubbles, and which its
+    # worker's first process continues in them
     waits: bool = True
-    hung_ns: int = 800_000_000
+    hung_ns: int = 800_000_000  # time that a step has to end, in further bubbles, once it has used up its grace period
 
     def __post_init__(self) -> None:
-        self.violations = 0
-        self.ending: Ending | None = None
+        self.violations = 0  # number of violations so far
+        self.ending: Ending | None = None  # the decision to end the worker; None while it may go on
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
         self._looked_ns, self._core = 0, _Core()  # time of the latest sample of the worker, and the sample
         self._opportunity_ns = self._hangs_at_ns = 0
@@ -251,17 +235,12 @@ class Overtime:
 
     From the CPU time between two looks, the open time of bubbles times ``cores`` is subtracted; only the rest was
     certainly outside.
-
-    Args:
-        busy_s: returns the total CPU time of the worker's processes.
-        cores: number of cores that the worker may use while a bubble is open.
-        clock: monotonic time in seconds.
     """
 
-    busy_s: Callable[[], float]
+    busy_s: Callable[[], float]  # returns the total CPU time of the worker's processes
     gate: SharedGateReader
-    cores: int
-    clock: Callable[[], float] = time.monotonic
+    cores: int  # number of cores that the worker may use while a bubble is open
+    clock: Callable[[], float] = time.monotonic  # monotonic time in seconds
 
     def __post_init__(self) -> None:
         self._left_s = _ALLOWANCE_S

@@ -42,12 +42,7 @@ _FREE = 1 << 50  # memory in bytes that no training takes; what the device has f
 
 
 class Keeper:
-    """Serves the jobs of one device after its rank's end.
-
-    Args:
-        spec: the spec of the rank's agent.
-        dead: pids of agents that served the rank and died.
-    """
+    """Serves the jobs of one device after its rank's end."""
 
     def __init__(self, spec: AgentSpec, dead: str) -> None:
         self.spec = spec
@@ -60,11 +55,7 @@ class Keeper:
         self._ending = True
 
     def run(self, rank_fd: int) -> None:
-        """Wait for the rank's end, and serve its jobs if nobody else has the device.
-
-        Args:
-            rank_fd: descriptor of the rank's process, readable once it has ended.
-        """
+        """Wait for the rank's end, and serve its jobs if nobody else has the device."""
         spec = self.spec
         while not self._ending and not self._woken.wait(3600.0, rank_fd):
             pass

@@ -82,29 +82,20 @@ class MemoryShare:
     """Watches how much of the device is free while one worker runs (Watcher).
 
     Any thread may read ``unused_promise_bytes``; the rest is for the one that watches the worker.
-
-    Args:
-        promised_bytes: memory that the job asked for; 0 if it asked for no particular amount.
-        guard: decides whether the worker must shrink, stop or be killed.
-        shrink: asks the worker to hold at most this many bytes; None repeats the latest request.
-        shrinking: returns True while the worker has not answered a request.
-
-    Attributes:
-        ending: the decision to end the worker; None while it may go on.
-        request: reason of the latest request to shrink; empty if there was none.
     """
 
     device: WorkerDevice
     limiter: Limiter
-    promised_bytes: int
-    guard: MemoryGuard
+    promised_bytes: int  # memory that the job asked for; 0 if it asked for no particular amount
+    guard: MemoryGuard  # decides whether the worker must shrink, stop or be killed
+    # Asks the worker to hold at most this many bytes; None repeats the latest request
     shrink: Callable[[int | None], None]
-    shrinking: Callable[[], bool]
+    shrinking: Callable[[], bool]  # returns True while the worker has not answered a request
 
     def __post_init__(self) -> None:
         self._order = Order.OK
-        self.ending: Ending | None = None
-        self.request = ""
+        self.ending: Ending | None = None  # the decision to end the worker; None while it may go on
+        self.request = ""  # reason of the latest request to shrink; empty if there was none
 
     @property
     def unused_promise_bytes(self) -> int:

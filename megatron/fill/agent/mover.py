@@ -38,21 +38,14 @@ class _Seen:
 
 @dataclass(eq=False, repr=False)
 class Mover:
-    """Looks for a job that should move to this rank.
+    """Looks for a job that should move to this rank."""
 
-    Args:
-        device, run: names of this rank's device and run in the store.
-        fits: returns True if the job may run here.
-        clock: monotonic time in seconds.
-        epoch: seconds since the epoch.
-    """
-
-    device: str
-    run: str
+    device: str  # name of this rank's device in the store
+    run: str  # ... and of its run
     ranking: Ranking
-    fits: Callable[[Job], bool]
-    clock: Callable[[], float] = time.monotonic
-    epoch: Callable[[], float] = time.time
+    fits: Callable[[Job], bool]  # returns True if the job may run here
+    clock: Callable[[], float] = time.monotonic  # monotonic time in seconds
+    epoch: Callable[[], float] = time.time  # seconds since the epoch
 
     def __post_init__(self) -> None:
         self._seen: dict[int, _Seen] = {}

@@ -57,9 +57,6 @@ class Ranking:
         margin_bytes: memory that stays free on every device.
         room: returns the memory cap of a worker here, by what is free now too; None to use the cycle alone.
         quota: most that the jobs of each user may take; None for all.
-
-    Attributes:
-        misfits: the jobs that were found not to fit the bubbles here.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Ranking:
         self.margin_bytes = margin_bytes
         self.quota = quota
         self.room = room or (lambda cycle: room_bytes(cycle, margin_bytes))
-        self.misfits = Misfits(device, board)
+        self.misfits = Misfits(device, board)  # the jobs that were found not to fit the bubbles here
         self._explained = 0  # the board's version at the latest messages to users of waiting jobs
         self._profiles: dict[str, tuple[float, MeasuredJob | None]] = {}
 
@@ -233,12 +230,7 @@ class Ranking:
     def _view(
         self, job: Job, cycles: Mapping[str, BubbleCycle | None], known_s: dict[tuple[str, str], float | None]
     ) -> JobView:
-        """Return the view of the job for policies.
-
-        Args:
-            cycles: the bubble cycles by device.
-            known_s: cache of seconds per unit of work, by profile and device.
-        """
+        """Return the view of the job for policies; ``known_s`` caches the seconds per unit, by profile and device."""
         progress = job.progress
         kept = self._kept(job)
         total = progress.total_work or (None if kept is None else kept.total_work)
@@ -341,12 +333,7 @@ def for_tails(waiting: Sequence[Job], devices: Sequence[DeviceEntry]) -> list[Jo
 
 
 class Misfits:
-    """Remembers which jobs do not fit, until the board shows another cycle; for any thread.
-
-    Args:
-        device: the device's name.
-        board: the page with its bubble cycle.
-    """
+    """Remembers which jobs do not fit, until the board shows another cycle; for any thread."""
 
     def __init__(self, device: str, board: CycleBoardReader) -> None:
         self._device = device

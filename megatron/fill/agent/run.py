@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.fill import untrusted
@@ -55,11 +55,7 @@ class NotStarted(Exception):
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Turn exceptions of this block into NotStarted.
-
-    Raises:
-        NotStarted: the block raised an exception.
-    """
+    """Turn exceptions of this block into NotStarted."""
     try:
         yield
     except NotStarted:
@@ -71,30 +67,24 @@ def starting() -> Iterator[None]:
         raise NotStarted(Cause.NOT_STARTED, f"{type(error).__name__}: {error}") from error
 
 
+@dataclass(eq=False, repr=False)
 class JobRun:
     """An attempt to run a claimed job.
 
     The seat's thread calls ``run``; any thread may use the rest in the meantime.
-
-    Args:
-        neighbour: the resident job if this one is a tail job; None if it is itself the resident job.
-
-    Attributes:
-        resident: the job and its folder while it runs; None before and after.
-        done_at_s: its expected end in seconds since the epoch; infinity if unknown.
     """
 
-    def __init__(
-        self, context: AgentContext, pool: WorkerPool, judge: Judge, claim: Claim, neighbour: Resident | None
-    ) -> None:
-        self.context = context
-        self.pool = pool
-        self.judge = judge
-        self.job = claim.job
-        self.neighbour = neighbour
-        self.held = HeldClaim(claim, self.progress)
-        self.resident: Resident | None = None
-        self.done_at_s = math.inf
+    context: AgentContext
+    pool: WorkerPool
+    judge: Judge
+    claim: Claim
+    neighbour: Resident | None  # the resident job if this one is a tail job; None if it is itself the resident job
+
+    def __post_init__(self) -> None:
+        self.job = self.claim.job
+        self.held = HeldClaim(self.claim, self.progress)
+        self.resident: Resident | None = None  # the job and its folder while it runs; None before and after
+        self.done_at_s = math.inf  # its expected end in seconds since the epoch; infinity if unknown
         self.started_ns, self.started_s = 0, 0.0  # set when the worker is about to be started
         self._worker: JobWorker | None = None  # None until the job begins
         self._energy: EnergyShare | None = None
@@ -119,7 +109,7 @@ class JobRun:
         if status.state is JobState.QUEUED:
             context.ranking.misfits.tried(job.id, self._is_tail)
         logger.warning("job %s: %s %s", job.name, status.state, status.text)
-        context.claims.finish(self.held.claim, status, self._last_progress(), {}, _SAY_S)
+        context.claims.finish(self.claim, status, self._last_progress(), {}, _SAY_S)
 
     @property
     def stepped(self) -> bool:
@@ -162,7 +152,7 @@ class JobRun:
         Raises:
             NotStarted: the job did not begin.
         """
-        context, job, claim = self.context, self.job, self.held.claim
+        context, job, claim = self.context, self.job, self.claim
         with ExitStack() as always:
             with starting():
                 limits = context.limits(job)
@@ -193,11 +183,7 @@ class JobRun:
             context.ledger.keep(*self._ended(worker, status, end))
 
     def _work(self, limits: Limits, directory: Path) -> tuple[JobWorker, End]:
-        """Run the job until its worker has ended; no process of it is left, whatever is raised.
-
-        Raises:
-            NotStarted: the job did not begin.
-        """
+        """Run the job until its worker has ended; no process of it is left, whatever is raised."""
         with ExitStack() as always, ExitStack() as on_failure:
             with starting():
                 self._worker = worker = self._start(limits, directory, always, on_failure)
@@ -218,7 +204,7 @@ class JobRun:
         """
         context, job = self.context, self.job
         context.claims.renew(self.held)  # on a busy machine a start may take longer than a lease
-        always.callback(context.claims.stop_renewing, self.held.claim)
+        always.callback(context.claims.stop_renewing, self.claim)
         for attendant in context.attendants:
             always.enter_context(attendant.shown(folder_name(job)))
         process = always.enter_context(self.pool.worker(job))

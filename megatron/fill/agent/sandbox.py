@@ -32,8 +32,6 @@ def find_support(
 
     Args:
         named: the requested user (``user`` of the settings); the training's own user means no separation by user.
-        mps: the ranks use an MPS daemon.
-        network: the jobs share the machine's network.
         places: paths that the jobs' user must be able to reach, besides the interpreter.
 
     Raises:
@@ -57,21 +55,13 @@ def find_support(
 
 
 def _look(user: JobUser | None, why_same_user: str | None, network: bool) -> SandboxSupport:
-    if user is None:
-        return look(None, None, why_same_user, network)
-    return look(user.uid, user.gid, "", network)
+    return look(None, None, why_same_user, network) if user is None else look(user.uid, user.gid, "", network)
 
 
 def why_no_cuda_for_jobs(
     user: JobUser | None, namespaces: Sequence[str], network: bool = False, mps_pipe: str | None = None
 ) -> str:
-    """Return the reason why a sandboxed job cannot use this node's GPUs, by a trial; empty if it can.
-
-    Args:
-        namespaces: namespaces that this machine provides (``SandboxSupport``).
-        network: the jobs share the machine's network.
-        mps_pipe: pipe directory of the MPS daemon that the ranks use; None without MPS.
-    """
+    """Return the reason why a sandboxed job cannot use this node's GPUs, by a trial; empty if it can."""
     with tempfile.TemporaryDirectory(prefix="pipefill-cuda-") as folder:
         if user is not None:
             os.chown(folder, user.uid, user.gid)

@@ -26,9 +26,7 @@ class Settling:
 
     Args:
         records: the folder for the records of this start of the training, which the ranks share.
-        ranks: number of ranks that train.
         stepped: returns True once a job of this rank has done a step; None while the rank has no job.
-        page: the rank's control page.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class DeviceTurn:
         create: make the file if there is none.
 
     Raises:
-        OSError: the file cannot be opened, or there is none.
+        OSError: the file cannot be opened, or there is none; in each method, it cannot be locked.
     """
 
     def __init__(self, path: Path, create: bool = False) -> None:
@@ -53,29 +53,17 @@ class DeviceTurn:
         self._fd = os.open(path, flags, 0o600)
 
     def ask(self) -> None:
-        """Take the device as a rank, and so ask whoever serves jobs on it to leave.
-
-        Raises:
-            OSError: the file cannot be locked.
-        """
+        """Take the device as a rank, and so ask whoever serves jobs on it to leave."""
         # Shared: a second training is refused by the run's lock.
         if not recordlock.lock(self._fd, _RANK, 1, shared=True):
             logger.warning("%s: another process than a rank holds the lock; keepers take it for one", self.path)
 
     def keep(self) -> bool:
-        """Take the device as a keeper; False if a rank or another keeper has it.
-
-        Raises:
-            OSError: the file cannot be locked.
-        """
+        """Take the device as a keeper; False if a rank or another keeper has it."""
         return recordlock.lock(self._fd, _KEEPER, 1) and not self.wanted
 
     def end_jobs(self) -> None:
-        """Have ranks that start wait for this process, a warden that ends the jobs of a dead rank.
-
-        Raises:
-            OSError: the file cannot be locked.
-        """
+        """Have ranks that start wait for this process, a warden that ends the jobs of a dead rank."""
         recordlock.lock(self._fd, _WARDEN, 1)
 
     @property
@@ -168,11 +156,7 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 def _end(turn: DeviceTurn, end_s: float) -> bool:
-    """Kill who serves jobs on a device, and all processes below; True if none is left.
-
-    Args:
-        end_s: time at which it gives up.
-    """
+    """Kill who serves jobs on a device, and all processes below, until ``end_s``; True if none is left."""
     while (pid := turn.server) is not None:
         if pid <= 1:  # in another namespace of processes, or on another machine
             return False
@@ -197,10 +181,6 @@ def _kill(process: int, pid: int, end_s: float) -> bool:
     """Kill a keeper or warden, which adopts orphans, and all processes below it; True if none is left.
 
     It is stopped first and killed last: until then, what it has started cannot escape to another parent.
-
-    Args:
-        process: descriptor of the process.
-        end_s: time at which it gives up.
     """
     signal.pidfd_send_signal(process, signal.SIGSTOP)
     ended = end_below(pid, end_s - time.monotonic())

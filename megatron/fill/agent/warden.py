@@ -37,12 +37,10 @@ _LOOK_S = 0.02
 
 
 def start_agent(spec_path: Path, dead: str, descriptors: Collection[int]) -> subprocess.Popen[bytes]:
-    """Start an agent as a child of this process.
+    """Start an agent as a child of this process, with the descriptors of the pages that its spec names.
 
     Args:
-        spec_path: its spec file.
         dead: pids of earlier agents, whose jobs it gives back, with commas between them.
-        descriptors: those of the pages that the spec names.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "megatron.fill.agent.agent", str(spec_path), str(os.getpid()), dead],

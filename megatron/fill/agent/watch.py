@@ -82,35 +82,22 @@ class StopRequests:
 
 @dataclass(eq=False, repr=False)
 class JobWorker:
-    """A worker that has its job; for one thread.
+    """A worker that has its job; for one thread."""
 
-    Args:
-        process: the worker's first process, with its output on a pipe and in a process group of its own.
-        pid: the job's process and process group.
-        directory: the job's folder.
-        limiter: enforces the limits until the worker is asked to stop.
-        requests: requests from outside to end the job.
-        command: the job is a command.
-        stop_s: time limit for the worker to save and stop.
-
-    Attributes:
-        ending: the decision to end the worker; None while there is none.
-        ended_ns: time of its end, CLOCK_MONOTONIC.
-    """
-
+    # The worker's first process, with its output on a pipe and in a process group of its own
     process: subprocess.Popen[bytes]
-    pid: int
-    directory: Path
+    pid: int  # the job's process and process group
+    directory: Path  # the job's folder
     log: StepLog
     output: BoundedOutput
-    limiter: Limiter
-    requests: Watcher
-    command: bool
-    stop_s: float = STOP_S
+    limiter: Limiter  # enforces the limits until the worker is asked to stop
+    requests: Watcher  # requests from outside to end the job
+    command: bool  # the job is a command
+    stop_s: float = STOP_S  # time limit for the worker to save and stop
 
     def __post_init__(self) -> None:
-        self.ending: Ending | None = None
-        self.ended_ns = 0
+        self.ending: Ending | None = None  # the decision to end the worker; None while there is none
+        self.ended_ns = 0  # time of its end, CLOCK_MONOTONIC
         self._killed_by_kernel = ""  # the limiter's explanation of an end by the kernel
         self._deadline_s = 0.0  # latest time to stop
 
@@ -132,14 +119,9 @@ class JobWorker:
         return self.log.wanted_bytes is not None
 
     def watch(self, enforcer: Enforcer, memory: Watcher, tick: Callable[[], None]) -> None:
-        """Wait for the worker's end, and end it if a watcher decides so.
+        """Wait for the worker's end, and end it if a watcher decides so; call ``tick`` every ``TICK_S`` seconds.
 
         No process of the worker is left, whatever is raised.
-
-        Args:
-            enforcer: keeps it to the bubbles until it is asked to stop.
-            memory: watches the memory that it shares with the training.
-            tick: called every ``TICK_S`` seconds.
         """
         assert self.process.stdout is not None
         with self.process.stdout as stdout:
@@ -243,31 +225,18 @@ class JobWorker:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a worker.
+    """The end of a worker."""
 
-    Attributes:
-        outcome: the worker's own report, or a substitute if it left none or was killed.
-        ending: the agent's decision to end it; None if it ended by itself.
-        standing: state of the claim at the end.
-        saved: this attempt left a checkpoint.
-        kept: there is a checkpoint, of this or an earlier attempt.
-        request: reason of a request to give memory back to the training; empty if there was none.
-        over: the training has ended.
-        unfit: the job must not be tried here again before the bubble cycle changes.
-        violations: number of violations of the worker's bubbles (``Enforcer``).
-        ended_ns: time of the end, CLOCK_MONOTONIC.
-    """
-
-    outcome: Outcome
-    ending: Ending | None = None
-    standing: Standing = Standing.HELD
-    saved: bool = False
-    kept: bool = False
-    request: str = ""
-    over: bool = False
-    unfit: bool = False
-    violations: int = 0
-    ended_ns: int = 0
+    outcome: Outcome  # the worker's own report, or a substitute if it left none or was killed
+    ending: Ending | None = None  # the agent's decision to end it; None if it ended by itself
+    standing: Standing = Standing.HELD  # state of the claim at the end
+    saved: bool = False  # this attempt left a checkpoint
+    kept: bool = False  # there is a checkpoint, of this or an earlier attempt
+    request: str = ""  # reason of a request to give memory back to the training; empty if there was none
+    over: bool = False  # the training has ended
+    unfit: bool = False  # the job must not be tried here again before the bubble cycle changes
+    violations: int = 0  # number of violations of the worker's bubbles (``Enforcer``)
+    ended_ns: int = 0  # time of the end, CLOCK_MONOTONIC
 
 
 class Judge:

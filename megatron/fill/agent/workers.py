@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.agent.admission import environment, job_variables
 from megatron.fill.agent.context import AgentContext
@@ -134,8 +133,6 @@ class WorkerProcess:
 
     Args:
         name: the worker's name, by which its limiter finds processes that it started; unique on this machine.
-        fds: descriptors that every worker of this agent maps.
-        environment: environment of the process and its libraries.
         run_dir: the run folder, shown in the process's command line for people who look at it.
         idle: start at idle priority; watching a command needs a higher one.
         ahead: modules to import while it waits for a job.
@@ -235,6 +232,7 @@ def write_spec(
         OSError: it cannot be written.
     """
     agent, device = context.spec, context.device
+    left = None if neighbour is None else context.ranking.leftover(neighbour)
     spec = WorkerSpec(
         name=job.name,
         directory=str(directory),
@@ -245,7 +243,7 @@ def write_spec(
         environment=environment(os.environ, fixed, agent.user, directory),
         sandbox=_sandbox(context, job, limits, directory),
         tail=neighbour is not None,
-        cycle=_cycle(context, neighbour),
+        cycle=None if left is None else cycle_to_dict(left),
         profiles=context.ranking.profile_of(job),
         checkpoint_s=agent.checkpoint_s,
         margin_bytes=agent.margin_bytes + device.overhead_bytes,
@@ -279,8 +277,3 @@ def _sandbox(context: AgentContext, job: Job, limits: Limits, directory: Path) -
         devices=context.device.nodes,
         host_memory_files=agent.mps_pipe is not None,
     )
-
-
-def _cycle(context: AgentContext, neighbour: Resident | None) -> dict[str, Any] | None:
-    left = None if neighbour is None else context.ranking.leftover(neighbour)
-    return None if left is None else cycle_to_dict(left)

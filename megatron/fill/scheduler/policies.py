@@ -184,11 +184,7 @@ def _function(name: str, text: str) -> ScoreFunction:
 def _score(
     name: str, function: ScoreFunction, job: JobView, state: SchedulerState, device: DeviceState
 ) -> tuple[float, ...]:
-    """The score of a job by one function, as a tuple, so that it can be compared.
-
-    Raises:
-        ConfigError: the score function failed, or returned an invalid score.
-    """
+    """The score of a job by one function, as a tuple, so that it can be compared."""
     try:
         score = function(job, state, device)
     except Exception as error:  # someone else's code

@@ -29,10 +29,6 @@ def checked(job: NewJob) -> NewJob:
 def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:
     """Copy a value as JSON data.
 
-    Args:
-        what: name of the value, for the message.
-        value: value to copy.
-
     Raises:
         JobError: the value cannot be written as JSON.
     """
@@ -53,10 +49,6 @@ def possible(job_id: int) -> bool:
 
 
 def check_lease(lease_s: float) -> None:
-    """Check that a lease is positive and finite.
-
-    Raises:
-        JobError: it is not.
-    """
+    """Raise a JobError unless a lease is positive and finite."""
     if not 0 < lease_s < float("inf"):
         raise JobError(f"a lease of {lease_s} s; expected more than 0, and an end")

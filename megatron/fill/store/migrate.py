@@ -21,12 +21,6 @@ _SCRIPTS = Path(__file__).with_name("migrations")
 def migrate(reading: Engine, writing: Engine, where: str, create: bool) -> None:
     """Run the migrations that the database lacks, in one transaction.
 
-    Args:
-        reading: engine for transactions that only read.
-        writing: engine for transactions that write.
-        where: name of the store in messages.
-        create: True to create the tables if there are none.
-
     Raises:
         StoreError: the schema has a version that this code does not know, or is missing and ``create`` is False.
     """

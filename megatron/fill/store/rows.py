@@ -24,7 +24,6 @@ class SqlTransaction:
     """The ``Transaction`` that ``connection`` is in.
 
     Args:
-        connection: connection within a transaction.
         clock: clock in seconds since the epoch; None for the database's own clock.
         locking: True to lock rows that are read, since they will be written.
     """

@@ -103,11 +103,7 @@ def add(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
 
 
 def _check_after(transaction: Transaction, fresh: Mapping[str, NewJob]) -> None:
-    """Check that every job that a new job is after exists, since it would otherwise wait forever.
-
-    Raises:
-        JobError: one does not exist.
-    """
+    """Check that every job that a new job is after exists, since it would otherwise wait forever."""
     firsts = {first for job in fresh.values() for first in job.work.after} - fresh.keys()
     missing = firsts - transaction.states(firsts).keys()
     for job in fresh.values():

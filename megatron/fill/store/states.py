@@ -23,10 +23,8 @@ def current_states(where: str, run_dir: Path, going: bool, names: Collection[str
     """The current states of the jobs with these names, by name; empty if the store cannot be opened or read.
 
     Args:
-        where: store, as for ``open_store``.
         run_dir: run folder of the run that asks.
         going: True if that run is still running.
-        names: names of the jobs.
     """
     found = {}
     try:

@@ -30,25 +30,17 @@ _HEARD_S = 0.5  # limit of a wait for our own SIGTERM, since a batch system sign
 
 @dataclass(eq=False, repr=False)
 class CommandRun:
-    """Runs one command to its end, or until the training is over.
-
-    Args:
-        start: starts the command's process in its sandbox, once the agent agrees (``worker.start_sandboxed``).
-        view: the gate as this job's seat sees it, to wait for bubbles.
-        gate: the gate itself, for the end of a bubble.
-        stopping: returns True once the worker was asked to stop.
-        left: called with the number of every bubble that the command no longer uses.
-        control: the control page; a pause takes effect within a bubble too.
-    """
+    """Runs one command to its end, or until the training is over."""
 
     spec: WorkerSpec
+    # Starts the command's process in its sandbox, once the agent agrees (``worker.start_sandboxed``)
     start: Callable[[Callable[[], None]], SandboxedProcess]
-    view: GateReader
-    gate: SharedGateReader
+    view: GateReader  # the gate as this job's seat sees it, to wait for bubbles
+    gate: SharedGateReader  # the gate itself, for the end of a bubble
     log: StepLog
-    stopping: Callable[[], bool]
-    left: Callable[[int], None]
-    control: ControlReader
+    stopping: Callable[[], bool]  # returns True once the worker was asked to stop
+    left: Callable[[int], None]  # called with the number of every bubble that the command no longer uses
+    control: ControlReader  # the control page; a pause takes effect within a bubble too
 
     def __post_init__(self) -> None:
         self._cut_ns = 0  # time at which an operator's pause last stopped the command

@@ -117,9 +117,6 @@ class Driven(SideTask):
     def _listen(self, within_s: float | None) -> None:
         """Process the reports of the task's process.
 
-        Args:
-            within_s: longest wait for a report, in seconds; None for no limit.
-
         Raises:
             TaskError: the workload has failed, or its process has ended.
             MemoryError: the workload has raised one.

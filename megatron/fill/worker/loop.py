@@ -21,38 +21,29 @@ _PROBE_AT_MOST = 1024  # limit of ``probe_after``, which doubles after each prob
 class StepLoop:
     """Runs one task's steps in the bubbles of one gate.
 
-    Args:
-        machine: the task, in state PAUSED.
-        pages: the baton in it is passed on in each bubble once the next step no longer fits.
-        stopping: returns True once the worker was asked to stop; called between steps.
-        pacer: for a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise.
-        probe_after: number of bubbles without a step after which one is tried that does not fit by its estimate.
-        first_after: the same while the estimate is of one step only: the first loads kernels, and may have taken many
-            times as long as the others will.
-        patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
-
     Attributes:
         between: called after every bubble, outside of it, for example to save checkpoints.
-        attend: called between bubbles, and after a signal from the agent.
-        hold_at_start: begin no new iteration, since the configuration is about to change.
     """
 
-    machine: TaskMachine
-    pages: StepPages
-    stopping: Callable[[], bool]
+    machine: TaskMachine  # the task, in state PAUSED
+    pages: StepPages  # the baton in it is passed on in each bubble once the next step no longer fits
+    stopping: Callable[[], bool]  # returns True once the worker was asked to stop; called between steps
     device: StepDevice = PLAIN
+    # For a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise
     pacer: Pacer | None = None
-    probe_after: int = 32
+    probe_after: int = 32  # number of bubbles without a step after which one is tried that does not fit by its estimate
+    # The same while the estimate is of one step only: the first loads kernels, and may have taken many times as long as
+    # the others will
     first_after: int = 4
-    patience: int = 4
+    patience: int = 4  # factor on ``probe_after`` after which a step is tried in a bubble that is not long, too
     clock: Callable[[], int] = time.monotonic_ns
 
     def __post_init__(self) -> None:
         pages = self.pages
         self.gate, self.log, self.baton, self.control = pages.gate, pages.log, pages.baton, pages.control
         self.between: Callable[[], None] | None = None
-        self.attend: Callable[[], None] | None = None
-        self.hold_at_start = False
+        self.attend: Callable[[], None] | None = None  # called between bubbles, and after a signal from the agent
+        self.hold_at_start = False  # begin no new iteration, since the configuration is about to change
         self.estimators = NodeEstimators()
         self._extra_bytes: Sequence[int] = ()
         self._shares: Sequence[float] = ()  # part of an iteration's work, by node

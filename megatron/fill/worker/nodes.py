@@ -35,21 +35,14 @@ _WORTH_CHANGING = 1.2  # least ratio of work per cycle for changing the configur
 
 @dataclass(eq=False, repr=False)
 class NodeRun:
-    """Chooses the configuration of one node task, and changes it when the bubbles change.
-
-    Args:
-        task: the task, not created yet.
-        known: its profiles as JSON, one per configuration; None to measure them.
-        loop: the loop that will run the task; gets the nodes' durations from the profile.
-        enter: ``TaskMachine.enter`` of the machines that measure it.
-    """
+    """Chooses the configuration of one node task, and changes it when the bubbles change."""
 
     spec: WorkerSpec
-    task: NodeTask
-    known: list[dict[str, Any]] | None
-    loop: StepLoop
+    task: NodeTask  # the task, not created yet
+    known: list[dict[str, Any]] | None  # its profiles as JSON, one per configuration; None to measure them
+    loop: StepLoop  # the loop that will run the task; gets the nodes' durations from the profile
     board: CycleBoardReader
-    enter: Callable[[], None] = lambda: None
+    enter: Callable[[], None] = lambda: None  # ``TaskMachine.enter`` of the machines that measure it
 
     def __post_init__(self) -> None:
         self.directory = Path(self.spec.directory)

@@ -45,19 +45,14 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepDevice:
-    """The device as a step uses it.
+    """The device as a step uses it."""
 
-    Attributes:
-        launch: called before every step, and when the device is taken.
-        synchronize: waits until the device has done all work that was launched; a step ends then.
-        land: undoes ``launch``; called after every step, once the time of its end is known.
-        preemptive: the training takes the device back at the end of a bubble, so the duration of a step or pause that
-            the end interrupts is not a measurement.
-    """
-
-    launch: Callable[[], None] = _nothing
+    launch: Callable[[], None] = _nothing  # called before every step, and when the device is taken
+    # Waits until the device has done all work that was launched; a step ends then
     synchronize: Callable[[], None] = _nothing
-    land: Callable[[], None] = _nothing
+    land: Callable[[], None] = _nothing  # undoes ``launch``; called after every step, once the time of its end is known
+    # The training takes the device back at the end of a bubble, so the duration of a step or pause that the end
+    # interrupts is not a measurement
     preemptive: bool = False
 
 
@@ -66,18 +61,12 @@ PLAIN = StepDevice()
 
 @dataclass(frozen=True, slots=True)
 class StepPages:
-    """The pages in shared memory that a task's steps depend on.
+    """The pages in shared memory that a task's steps depend on."""
 
-    Attributes:
-        gate: the gate as this job's seat sees it; in the tail seat, the rest of each bubble.
-        baton: used by the resident job to pass a bubble on; None in the tail seat.
-        control: read before every step.
-    """
-
-    gate: GateReader
+    gate: GateReader  # the gate as this job's seat sees it; in the tail seat, the rest of each bubble
     log: StepLog
-    baton: Baton | None = None
-    control: RunSwitch = field(default_factory=AlwaysRunning)
+    baton: Baton | None = None  # used by the resident job to pass a bubble on; None in the tail seat
+    control: RunSwitch = field(default_factory=AlwaysRunning)  # read before every step
 
 
 class Stopped(BaseException):
@@ -86,19 +75,12 @@ class Stopped(BaseException):
 
 @dataclass(slots=True)
 class Turn:
-    """A use of the device, from its first bubble to its last.
+    """A use of the device, from its first bubble to its last."""
 
-    Attributes:
-        held_ns: total time that it was held between bubbles.
-        first_held_ns: time when it was first held; 0 if never.
-        late_ns: longest time that it ran on after the end of a bubble.
-        bubbles: number of bubbles that it ran in.
-    """
-
-    held_ns: int = 0
-    first_held_ns: int = 0
-    late_ns: int = 0
-    bubbles: int = 1
+    held_ns: int = 0  # total time that it was held between bubbles
+    first_held_ns: int = 0  # time when it was first held; 0 if never
+    late_ns: int = 0  # longest time that it ran on after the end of a bubble
+    bubbles: int = 1  # number of bubbles that it ran in
 
 
 class TakesTurn(Protocol):
@@ -113,23 +95,21 @@ def at_once(what: str, must: bool = False) -> Iterator[Turn]:
     yield Turn()
 
 
+@dataclass(eq=False, repr=False)
 class Pacer:
     """Lets one worker's task use its device in bubbles only; for the main thread.
 
-    Args:
-        pages: the baton in it is held from the first turn on, and passed on in each bubble that a turn no longer uses.
-        stopping: returns True once the worker was asked to stop.
+    The baton is held from the first turn on, and passed on in each bubble that a turn no longer uses.
     """
 
-    def __init__(
-        self,
-        pages: StepPages,
-        stopping: Callable[[], bool],
-        device: StepDevice = PLAIN,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+    pages: StepPages
+    stopping: Callable[[], bool]  # returns True once the worker was asked to stop
+    device: StepDevice = PLAIN
+    clock: Callable[[], int] = time.monotonic_ns
+
+    def __post_init__(self) -> None:
+        pages = self.pages
         self._gate, self._log, self._control, self._baton = pages.gate, pages.log, pages.control, pages.baton
-        self._stopping, self._device, self._clock = stopping, device, clock
         self._lengths_ns: deque[int] = deque(maxlen=_WINDOW)
         self._seq = 0  # the latest bubble seen
         self._bubble = OpenBubble(0, 0, 0, 0)  # the one that a turn is in
@@ -165,7 +145,7 @@ class Pacer:
         self._must = must
         if self._baton is not None:
             self._baton.hold()
-        began_ns = self._clock()
+        began_ns = self.clock()
         offers = count()
 
         def takes(bubble: OpenBubble, now_ns: int) -> bool:
@@ -176,20 +156,20 @@ class Pacer:
             return long or offered >= 2 * _PATIENCE
 
         bubble = self._next(takes)
-        waited_ns = self._clock() - began_ns
+        waited_ns = self.clock() - began_ns
         if bubble is None:
             yield Turn()
-            self._device.synchronize()
+            self.device.synchronize()
             return
-        self._device.launch()
+        self.device.launch()
         try:
             with self._paced(bubble) as turn:
                 yield turn
-                self._device.synchronize()
+                self.device.synchronize()
         finally:
             if self._taken:
                 self._give_back()
-        took_ns = self._clock() - began_ns - waited_ns
+        took_ns = self.clock() - began_ns - waited_ns
         logger.info(
             "%s waited %.0f ms for a long bubble, then took %.0f ms, %.0f of them between bubbles, in %d bubbles",
             *(what, waited_ns / 1e6, took_ns / 1e6, turn.held_ns / 1e6, turn.bubbles),
@@ -234,9 +214,9 @@ class Pacer:
             return
         self._rings = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self._device.synchronize()
+        self.device.synchronize()
         self._give_back()
-        since_ns = self._clock()
+        since_ns = self.clock()
         try:
             yield
         finally:
@@ -248,7 +228,7 @@ class Pacer:
             return
         self._rings = False  # the next signal may come while this one is handled
         bubble, log = self._bubble, self._log
-        now_ns = self._clock()
+        now_ns = self.clock()
         if self._gate.is_open(bubble.seq) and now_ns < self._ends_ns and self._control.running:
             self._rings = True
             return
@@ -262,16 +242,12 @@ class Pacer:
             log.enter_bubble(self._bubble.seq)
 
     def _go_on(self, since_ns: int) -> None:
-        """Wait for the next bubble, and resume in it.
-
-        Args:
-            since_ns: time from which the turn was held.
-        """
+        """Wait for the next bubble, and resume in it; the turn has been held since ``since_ns``."""
         self._rings = False
         offers = count()
         following = self._next(lambda bubble, now_ns: bubble.deadline_ns > now_ns or next(offers) >= _LOOK)
-        self._turn.held_ns += self._clock() - since_ns
-        self._device.launch()
+        self._turn.held_ns += self.clock() - since_ns
+        self.device.launch()
         self._taken = True
         if following is not None:
             self._enter(following)
@@ -282,14 +258,14 @@ class Pacer:
     def _enter(self, bubble: OpenBubble) -> None:
         """Run in this bubble until its predicted end; if that has passed, until its actual end."""
         self._bubble = bubble
-        self._ends_ns = bubble.deadline_ns if self._clock() < bubble.deadline_ns else _NEVER_NS
+        self._ends_ns = bubble.deadline_ns if self.clock() < bubble.deadline_ns else _NEVER_NS
 
     def _give_back(self) -> None:
         closed_ns = self._gate.closed_ns(self._bubble.seq)
         if closed_ns is not None:
-            self._turn.late_ns = max(self._turn.late_ns, self._clock() - closed_ns)
+            self._turn.late_ns = max(self._turn.late_ns, self.clock() - closed_ns)
         self._taken = False
-        self._device.land()
+        self.device.land()
         if self._baton is not None:
             self._baton.pass_on(self._bubble.seq)
 
@@ -298,7 +274,7 @@ class Pacer:
         phase, self._log.phase = self._log.phase, WorkerPhase.ASLEEP
         try:
             while not self._gate.ended:
-                if self._stopping():
+                if self.stopping():
                     if self._must:
                         return None
                     raise Stopped
@@ -306,7 +282,7 @@ class Pacer:
                 if bubble is None:
                     continue
                 self.see(bubble)
-                if self._control.running and takes(bubble, self._clock()):
+                if self._control.running and takes(bubble, self.clock()):
                     return bubble
                 if self._baton is not None:
                     self._baton.pass_on(bubble.seq)

@@ -81,27 +81,18 @@ class MeasuringMachine(TaskMachine):
 
 @dataclass(eq=False, repr=False)
 class Profiler:
-    """Measures one job.
+    """Measures one job."""
 
-    Args:
-        make: makes a new machine for the job; needed again once a task's data is used up.
-        run: runs a machine in bubbles; returns False if the training ended first.
-        turn: context manager in which the device is used.
-
-    Attributes:
-        split: description of the job's split into nodes, for users.
-        total_work: total work of the job; None if unknown.
-    """
-
+    # Makes a new machine for the job; needed again once a task's data is used up
     make: Callable[[TaskContext], MeasuringMachine]
-    run: Callable[[MeasuringMachine], bool]
+    run: Callable[[MeasuringMachine], bool]  # runs a machine in bubbles; returns False if the training ended first
     context: TaskContext
     args: dict[str, Any]
-    turn: TakesTurn = at_once
+    turn: TakesTurn = at_once  # context manager in which the device is used
 
     def __post_init__(self) -> None:
-        self.split = ""
-        self.total_work: float | None = None
+        self.split = ""  # description of the job's split into nodes, for users
+        self.total_work: float | None = None  # total work of the job; None if unknown
 
     def measure(self) -> list[JobProfile] | None:
         """Return the job's profile in every configuration that runs; None if the training ended first.

@@ -19,10 +19,6 @@ class Saver:
     """The checkpoints of one task.
 
     A checkpoint that cannot be written (a full disk) is tried again at the next interval; the job continues.
-
-    Args:
-        every_s: seconds between two checkpoints.
-        turn: context manager in which the device is used.
     """
 
     def __init__(

@@ -22,39 +22,30 @@ from megatron.fill.work import Work
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec(Spec):
-    """The job, the limits and the sandbox of a worker.
-
-    Attributes:
-        environment: environment of the worker itself, with the variables for its libraries and its device.
-        board_fd: descriptor of the page with the rank's bubble cycle.
-        control_fd: descriptor of the control page, which switches filling on and off.
-        baton_fd: descriptor of the baton, which the resident job and the tail job share.
-        tail: True for the tail job, which gets the rest of each bubble after the resident job.
-        cycle: the bubbles to plan for, as JSON, instead of those on the board; given to a tail job.
-        profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
-        checkpoint_s: time in seconds between two checkpoints of a resumable task.
-        env: the job's own variables and ``PIPEFILL_*``; set once the job is in its sandbox.
-        margin_bytes: device memory that must stay free; plans use it if ``limits`` has no memory cap.
-    """
+    """The job, the limits and the sandbox of a worker."""
 
     name: str
     directory: str
     gate_fd: int
-    board_fd: int
-    control_fd: int
-    baton_fd: int
+    board_fd: int  # descriptor of the page with the rank's bubble cycle
+    control_fd: int  # descriptor of the control page, which switches filling on and off
+    baton_fd: int  # descriptor of the baton, which the resident job and the tail job share
     sandbox: Sandbox
     work: Work
+    # Environment of the worker itself, with the variables for its libraries and its device
     environment: dict[str, str] = field(default_factory=dict)
-    tail: bool = False
+    tail: bool = False  # True for the tail job, which gets the rest of each bubble after the resident job
+    # The bubbles to plan for, as JSON, instead of those on the board; given to a tail job
     cycle: dict[str, Any] | None = None
+    # The job's profiles as JSON, one per configuration; None if it has to be measured
     profiles: list[dict[str, Any]] | None = None
-    checkpoint_s: float = 300.0
-    margin_bytes: int = 0
+    checkpoint_s: float = 300.0  # time in seconds between two checkpoints of a resumable task
+    margin_bytes: int = 0  # device memory that must stay free; plans use it if ``limits`` has no memory cap
     device: str = "cpu"
     cpus: list[int] = field(default_factory=list)
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing = Sharing.TIMESLICE
+    # The job's own variables and ``PIPEFILL_*``; set once the job is in its sandbox
     env: dict[str, str] = field(default_factory=dict)
 
     def context(self) -> TaskContext:
@@ -77,16 +68,11 @@ _FOLLOWS = (Then.NONE, Then.SAVED, Then.RESTARTS, Then.COMMAND_RESTARTS, Then.ME
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A worker's report of its job's end, or the agent's substitute for it.
-
-    Attributes:
-        detail: message of a failure, for people.
-        then: state in which the job was left, for people.
-    """
+    """A worker's report of its job's end, or the agent's substitute for it."""
 
     cause: Cause
-    detail: str = ""
-    then: Then = Then.NONE
+    detail: str = ""  # message of a failure, for people
+    then: Then = Then.NONE  # state in which the job was left, for people
     unit: str = "steps"
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
@@ -127,19 +113,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SandboxReport:
-    """The report of a worker's first process to its agent.
+    """The report of a worker's first process to its agent."""
 
-    Attributes:
-        init: pid of the first process in the job's own process namespace.
-        pid: the job's process and process group.
-        lacking: the sandbox layers that are missing on this machine.
-        error: the reason why the job was not started; empty if it was.
-    """
-
-    init: int = 0
-    pid: int = 0
-    lacking: tuple[str, ...] = ()
-    error: str = ""
+    init: int = 0  # pid of the first process in the job's own process namespace
+    pid: int = 0  # the job's process and process group
+    lacking: tuple[str, ...] = ()  # the sandbox layers that are missing on this machine
+    error: str = ""  # the reason why the job was not started; empty if it was
 
     def send(self, channel: socket.socket) -> None:
         channel.send(json.dumps(asdict(self)).encode()[:_MOST_REPORT_BYTES])

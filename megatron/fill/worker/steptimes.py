@@ -25,21 +25,15 @@ SECONDS = 3.0  # duration of the measured steps in all
 
 @dataclass(frozen=True, slots=True)
 class KindTimes:
-    """The steps of one kind (``SideTask.next_node``).
-
-    Attributes:
-        count: number of steps.
-        first_ns: duration of the first step, which may include one-time work.
-        peak_bytes: peak memory of the task during any step.
-    """
+    """The steps of one kind (``SideTask.next_node``)."""
 
     kind: int
-    count: int
+    count: int  # number of steps
     p50_ns: int
     p99_ns: int
     longest_ns: int
-    first_ns: int
-    peak_bytes: int
+    first_ns: int  # duration of the first step, which may include one-time work
+    peak_bytes: int  # peak memory of the task during any step
 
     @classmethod
     def of(cls, kind: int, measured: list[tuple[int, int]]) -> KindTimes:

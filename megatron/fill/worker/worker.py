@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -168,26 +169,18 @@ def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[],
     return process
 
 
+@dataclass(eq=False, repr=False)
 class TaskRun:
-    """Runs one task to its end, or until the training is over.
+    """Runs one task to its end, or until the training is over."""
 
-    Args:
-        board: page with the rank's bubble cycle.
-        asked_to_stop: returns True once the worker was asked to stop; called between steps.
-        device: the device as its steps use it.
-    """
+    spec: WorkerSpec
+    pages: StepPages
+    board: CycleBoardReader  # page with the rank's bubble cycle
+    asked_to_stop: Callable[[], bool]  # returns True once the worker was asked to stop; called between steps
+    device: StepDevice  # the device as its steps use it
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        pages: StepPages,
-        board: CycleBoardReader,
-        asked_to_stop: Callable[[], bool],
-        device: StepDevice,
-    ) -> None:
-        self.spec, self.pages, self.board, self.log = spec, pages, board, pages.log
-        self.directory = Path(spec.directory)
-        self._asked_to_stop, self._device = asked_to_stop, device
+    def __post_init__(self) -> None:
+        self.log, self.directory = self.pages.log, Path(self.spec.directory)
         self._crowded = False  # the task could not give back memory that the training needs
         self._measures = False  # the job had no profile
 
@@ -301,11 +294,11 @@ class TaskRun:
 
     def _new_loop(self, machine: TaskMachine) -> StepLoop:
         """Return the loop for this device, with a pacer if the device does not preempt steps."""
-        if self._device.preemptive:
-            return StepLoop(machine, self.pages, self._stopping, self._device)
-        pacer = Pacer(self.pages, self._stopping, self._device)
-        machine.task.context.aside = pacer.aside
-        return StepLoop(machine, self.pages, self._stopping, self._device, pacer)
+        pacer = None
+        if not self.device.preemptive:
+            pacer = Pacer(self.pages, self._stopping, self.device)
+            machine.task.context.aside = pacer.aside
+        return StepLoop(machine, self.pages, self._stopping, self.device, pacer)
 
     def _new_plans(self, machine: TaskMachine, loop: StepLoop, profiles: list[dict[str, Any]] | None) -> NodeRun | None:
         if not isinstance(machine.task, NodeTask):
@@ -329,7 +322,7 @@ class TaskRun:
             self.log.wanted_bytes = None
 
     def _stopping(self) -> bool:
-        return self._crowded or self._asked_to_stop()
+        return self._crowded or self.asked_to_stop()
 
 
 def _reason(error: BaseException, callback: str, limits: Limits) -> str:
