@@ -28,6 +28,7 @@ from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.records import AgentFile
+from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.values import Claim, DeviceEntry, Job
 from megatron.fill.work import NewJob, Work
 from tests.support.memory_store import MemoryStore
@@ -66,7 +67,7 @@ class Post:
                 60.0,
                 connect=lambda url, create: self.store,
             ),
-            ranking=Ranking(agent.policy, "rank 3", "cpu", board, 0, memory.room_bytes),
+            ranking=Ranking(parse_policy(agent.policy), "rank 3", "cpu", board, 0, memory.room_bytes),
             ledger=AttemptLedger(AgentFile(folder, 3)),
         )
         self.pool = WorkerPool(self.context)

@@ -50,6 +50,7 @@ from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.records import AgentFile, Estimate, LiveSegment, last_segment
+from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import DeviceEntry, Job
 
@@ -206,9 +207,8 @@ class Agent:
         memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
         margin_bytes = spec.margin_bytes + device.overhead_bytes
-        ranking = Ranking(
-            spec.policy, name, fingerprint(spec.device), board, margin_bytes, memory.room_bytes, spec.quota
-        )
+        policy, valid_for = parse_policy(spec.policy), fingerprint(spec.device)
+        ranking = Ranking(policy, name, valid_for, board, margin_bytes, memory.room_bytes, spec.quota)
         last_word = LastWord(spec.left_fd)
         if dead:
             last_word.succeed()

@@ -4,46 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
+@dataclass(eq=False, repr=False)
 class EnergyShare:
     """The part of a device's energy for the time that one job had it.
 
     A counter is too slow for single bubbles, so the energy between two looks is divided by time: the job has the part
     in which its steps had the device, and the training the rest.  Parts of jobs that share a device never exceed
     the whole.
-
-    Args:
-        read: returns the device's counter in J, None if there is none.
-        had_ns: returns the time in ns for which this attempt's steps have had the device (``StepLog.device_ns``).
-        clock_ns: a monotonic clock.
-
-    Attributes:
-        joules: the job's part so far; None without a counter.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], float | None],
-        had_ns: Callable[[], int],
-        clock_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self._read = read
-        self._had_ns = had_ns
-        self._clock_ns = clock_ns
-        self._total_j, self._at_ns, self._counted_ns = read(), clock_ns(), had_ns()
+    read: Callable[[], float | None]  # returns the device's counter in J, None if there is none
+    had_ns: Callable[[], int]  # returns the time for which this attempt's steps have had it (``StepLog.device_ns``)
+    clock_ns: Callable[[], int] = time.monotonic_ns
+
+    def __post_init__(self) -> None:
+        self._total_j, self._at_ns, self._counted_ns = self.read(), self.clock_ns(), self.had_ns()
+        # The job's part so far; None without a counter
         self.joules: float | None = None if self._total_j is None else 0.0
 
     def look(self) -> None:
         """Add what the job has had since the last look; a counter that does not answer is asked again at the next."""
         if self.joules is None or self._total_j is None:
             return
-        total_j, now_ns = self._read(), self._clock_ns()
+        total_j, now_ns = self.read(), self.clock_ns()
         span_ns = now_ns - self._at_ns
         if total_j is None or span_ns <= 0:
             return
         # A bubble counts at its end, perhaps for more time than this span has: the rest counts for the next one.
-        had_ns = min(span_ns, self._had_ns() - self._counted_ns)
+        had_ns = min(span_ns, self.had_ns() - self._counted_ns)
         self.joules += max(0.0, total_j - self._total_j) * had_ns / span_ns
         self._counted_ns += had_ns
         self._total_j, self._at_ns = total_j, now_ns

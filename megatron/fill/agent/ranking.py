@@ -22,7 +22,7 @@ from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan, unit_s
 from megatron.fill.planner.tail import leftover, processing_time_s
 from megatron.fill.profiles import BubbleCycle, JobProfile, MeasuredJob, cycle_from_dict
-from megatron.fill.scheduler.policies import MOST_JOBS, parse_policy, rank_jobs
+from megatron.fill.scheduler.policies import MOST_JOBS, Policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store.queue import JobStore
@@ -44,39 +44,24 @@ class Resident:
     directory: Path
 
 
+@dataclass(eq=False, repr=False)
 class Ranking:
     """Ranks the jobs that wait for one device.
 
     For any thread: all state is kept by job or by profile, so that threads do not interfere.
-
-    Args:
-        policy: text for ``parse_policy``.
-        device: name of this rank's device.
-        fingerprint: device and software for which profiles measured here are valid.
-        board: the page with its bubble cycle.
-        margin_bytes: memory that stays free on every device.
-        room: returns the memory cap of a worker here, by what is free now too; None to use the cycle alone.
-        quota: most that the jobs of each user may take; None for all.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        device: str,
-        fingerprint: str,
-        board: CycleBoardReader,
-        margin_bytes: int = 0,
-        room: Callable[[BubbleCycle], int] | None = None,
-        quota: Quota | None = None,
-    ) -> None:
-        self.policy = parse_policy(policy)
-        self.device = device
-        self.fingerprint = fingerprint
-        self.board = board
-        self.margin_bytes = margin_bytes
-        self.quota = quota
-        self.room = room or (lambda cycle: room_bytes(cycle, margin_bytes))
-        self.misfits = Misfits(device, board)  # the jobs that were found not to fit the bubbles here
+    policy: Policy
+    device: str  # name of this rank's device
+    fingerprint: str  # device and software for which profiles measured here are valid
+    board: CycleBoardReader  # the page with its bubble cycle
+    margin_bytes: int = 0  # memory that stays free on every device
+    # Returns the memory cap of a worker here, by what is free now too; None to use the cycle alone
+    room: Callable[[BubbleCycle], int] | None = None
+    quota: Quota | None = None  # most that the jobs of each user may take; None for all
+
+    def __post_init__(self) -> None:
+        self.misfits = Misfits(self.device, self.board)  # the jobs that were found not to fit the bubbles here
         self._explained = 0  # the board's version at the latest messages to users of waiting jobs
         self._profiles: dict[str, tuple[float, MeasuredJob | None]] = {}
 
@@ -166,7 +151,9 @@ class Ranking:
     def _cycle(self) -> BubbleCycle | None:
         """Return this rank's cycle, with the memory cap of a worker."""
         cycle = self.board.read()
-        return None if cycle is None else held_cycle(cycle, self.room(cycle))
+        if cycle is None:
+            return None
+        return held_cycle(cycle, room_bytes(cycle, self.margin_bytes) if self.room is None else self.room(cycle))
 
     def _other_cycles(self, devices: Iterable[DeviceEntry]) -> dict[str, BubbleCycle | None]:
         """Return the cycle of each other device that has published one.

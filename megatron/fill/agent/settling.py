@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.pages.control import ControlPage
@@ -21,21 +22,18 @@ FOLDER = "settled"  # next to the records of agents and ranks
 IDLE_LOOKS = 20  # number of looks in a row without any job after which a rank has settled too
 
 
+@dataclass(eq=False, repr=False)
 class Settling:
-    """Notifies one rank when the jobs of all ranks have settled.
+    """Notifies one rank when the jobs of all ranks have settled."""
 
-    Args:
-        records: the folder for the records of this start of the training, which the ranks share.
-        stepped: returns True once a job of this rank has done a step; None while the rank has no job.
-    """
+    records: Path  # the folder for the records of this start of the training, which the ranks share
+    rank: int
+    ranks: int
+    stepped: Callable[[], bool | None]  # returns True once a job of this rank has done a step; None without a job
+    page: ControlPage
 
-    def __init__(
-        self, records: Path, rank: int, ranks: int, stepped: Callable[[], bool | None], page: ControlPage
-    ) -> None:
-        self._mine = records / FOLDER / str(rank)
-        self._ranks = ranks
-        self._stepped = stepped
-        self._page = page
+    def __post_init__(self) -> None:
+        self._mine = self.records / FOLDER / str(self.rank)
         self._idle = 0
         self._said = False
 
@@ -51,13 +49,13 @@ class Settling:
             if not self._said:
                 logger.info("the jobs of this rank have settled")
             self._said = True
-        if not self._said or len(os.listdir(self._mine.parent)) < self._ranks:
+        if not self._said or len(os.listdir(self._mine.parent)) < self.ranks:
             return False
-        self._page.settle()
-        logger.info("the jobs of all %d ranks have settled", self._ranks)
+        self.page.settle()
+        logger.info("the jobs of all %d ranks have settled", self.ranks)
         return True
 
     def _settled(self) -> bool:
-        stepped = self._stepped()
+        stepped = self.stepped()
         self._idle = self._idle + 1 if stepped is None else 0
         return bool(stepped) or self._idle >= IDLE_LOOKS

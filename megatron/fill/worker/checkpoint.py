@@ -35,10 +35,9 @@ def save(directory: Path, state: dict[str, Any]) -> None:
     try:
         with scratch.open("w+b") as file:
             _write(file, state)
+            size = file.seek(0, os.SEEK_END)
             file.seek(0)
-            digest = _digest(file, None)
-            file.seek(0, os.SEEK_END)
-            file.write(_MARK + digest)
+            file.write(_MARK + _digest(file, size))
             file.flush()
             os.fsync(file.fileno())
         if (directory / NAME).exists():
@@ -134,13 +133,12 @@ def _load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _digest(file: Any, size: int | None) -> bytes:
-    """Return the SHA-256 of the next ``size`` bytes; None for all that follow."""
+def _digest(file: Any, size: int) -> bytes:
+    """Return the SHA-256 of the next ``size`` bytes."""
     digest = hashlib.sha256()
-    left = size
-    while block := file.read(_BLOCK if left is None else min(_BLOCK, left)):
+    while size > 0 and (block := file.read(min(_BLOCK, size))):
         digest.update(block)
-        left = None if left is None else left - len(block)
+        size -= len(block)
     return digest.digest()
 
 

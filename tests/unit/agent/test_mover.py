@@ -13,6 +13,7 @@ from megatron.fill.agent.mover import Mover
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
+from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.status import JobState, Status
 from megatron.fill.store.values import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.types import BubbleKind
@@ -32,7 +33,7 @@ class Bench:
         self.store = MemoryStore(lambda: self.now_s)
         board = CycleBoard()
         board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, 20 * MS, 1 << 30),)))
-        self.ranking = Ranking("priority", "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
+        self.ranking = Ranking(parse_policy("priority"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
         self.fitting = True
         self.mover = Mover("rank 0", "run", self.ranking, lambda job: self.fitting, *[lambda: self.now_s] * 2)
         self.claims: dict[str, Claim] = {}

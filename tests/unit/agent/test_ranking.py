@@ -18,6 +18,7 @@ from megatron.fill.planner.held import RESERVE_NS
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, MeasuredJob, NodeProfile
+from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.status import Cause, Status
 from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.types import BubbleKind, JobState, Quota
@@ -42,7 +43,7 @@ class Bench:
     def __init__(self, policy: str = "priority") -> None:
         self.board = CycleBoard()
         self.store = MemoryStore()
-        self.ranking = Ranking(policy, "rank 0", "cpu", CycleBoardReader(self.board.reader_fd()))
+        self.ranking = Ranking(parse_policy(policy), "rank 0", "cpu", CycleBoardReader(self.board.reader_fd()))
         self.show(20)
 
     def show(self, bubble_ms: int) -> None:

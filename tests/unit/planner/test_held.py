@@ -19,6 +19,7 @@ from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import held_cycle, room_bytes
 from megatron.fill.planner.search import find_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
+from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.types import BubbleKind
 from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel
@@ -124,7 +125,7 @@ def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mi
 
     board = CycleBoard()
     board.show(bubbles)
-    choice = Ranking("sjf", "rank 0", "cuda:0", CycleBoardReader(board.reader_fd()), 0, room)
+    choice = Ranking(parse_policy("sjf"), "rank 0", "cuda:0", CycleBoardReader(board.reader_fd()), 0, room)
     held = choice._cycle()
     assert held is not None
     assert {slot.free_bytes for slot in _for_job(held, SimpleNamespace(work=Work(memory_bytes=asked))).slots} == {limit}  # type: ignore[arg-type]
@@ -151,7 +152,7 @@ def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_
 
     board = CycleBoard()
     board.show(ROOMY)
-    choice = Ranking("sjf", "rank 0", "cpu", CycleBoardReader(board.reader_fd()), margin_bytes)
+    choice = Ranking(parse_policy("sjf"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), margin_bytes)
     held = choice._cycle()
     assert held is not None
     found = find_plan(held_cycle(held, room_bytes(held, 0), asked), PROFILES)
@@ -177,7 +178,7 @@ def test_what_is_free_now_counts_where_it_is_less():
         found = worker_cap(None, device, cycle, 0, 0)  # type: ignore[arg-type]
         return found if isinstance(found, int) else 0
 
-    choice = Ranking("sjf", "rank 0", "cpu", CycleBoardReader(board.reader_fd()), 0, room)
+    choice = Ranking(parse_policy("sjf"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), 0, room)
     held = choice._cycle()
     assert held is not None
     assert {slot.free_bytes for slot in held.slots} == {50 * MIB}

@@ -335,7 +335,7 @@ def test_the_runtime_weighs_all_jobs_where_the_policy_is_steady():
     store.submit(many)
     first = {}
     for policy in ("priority", "deadline"):
-        choice = Ranking(policy, "rank 0", "cpu", CycleBoardReader(CycleBoard().reader_fd()))
+        choice = Ranking(parse_policy(policy), "rank 0", "cpu", CycleBoardReader(CycleBoard().reader_fd()))
         wanted = choice.wanted(store, None)
         first[policy] = store.get(wanted[0]).name
     assert first == {"priority": f"job-{MOST_JOBS + 4}", "deadline": f"job-{MOST_JOBS - 1}"}
