@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from megatron.fill.errors import PlanError
-from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, NodeProfile, is_amount, whole
+from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, is_amount, whole
 
 _MAJOR = 0.1  # share of the cycle's bubble time from which on a bubble is checked for drift
 _MOST_COUNT = 1 << 50  # largest integer accepted in a plan that is read from a file
@@ -22,10 +21,6 @@ class Chunk:
     bubble: int
     first: int
     count: int
-
-    def nodes(self, profile: JobProfile) -> tuple[NodeProfile, ...]:
-        """Return the nodes that run in it, in order, each of them once."""
-        return (profile.nodes[self.first :] + profile.nodes[: self.first])[: self.count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +93,6 @@ class ExecutionPlan:
         for chunk in self.chunks():
             iterations, last = divmod(chunk.first + chunk.count, len(profile.nodes))
             yield iterations * ends[-1] + ends[last] - ends[chunk.first]
-
-    def validate(self, cycle: BubbleCycle, profile: JobProfile) -> None:
-        """Check every chunk against its bubble.
-
-        Raises:
-            PlanError: the plan is for another cycle or profile, or a chunk exceeds its bubble's time or memory; the
-                message holds the plan.
-        """
-        if problem := self._problem(cycle, profile):
-            raise PlanError(f"{problem}; the plan is\n{self}")
-
-    def _problem(self, cycle: BubbleCycle, profile: JobProfile) -> str:
-        mine = (self.configuration, self.nodes, self.work)
-        if mine != (profile.configuration, len(profile.nodes), profile.work):
-            return f"expected a plan for {profile.configuration}, {len(profile.nodes)} nodes, {profile.work} work"
-        if len(self.counts[0]) != len(cycle.slots):
-            return f"expected a plan for cycles of {len(cycle.slots)} bubbles"
-        for chunk, duration_ns in zip(self.chunks(), self.durations_ns(profile), strict=True):
-            slot, usable_ns = cycle.slots[chunk.bubble], cycle.slots[chunk.bubble].duration_ns - self.reserve_ns
-            where = f"cycle {chunk.cycle}, bubble {chunk.bubble}"
-            if duration_ns > usable_ns:
-                return f"{where}: its nodes take {duration_ns} ns; expected at most {usable_ns}"
-            largest = max(chunk.nodes(profile), key=lambda node: node.memory_bytes)
-            if largest.memory_bytes > slot.free_bytes:
-                return f"{where}: {largest.name} takes {largest.memory_bytes} bytes; expected at most {slot.free_bytes}"
-        return ""
 
     def __str__(self) -> str:
         lines = [

@@ -13,6 +13,7 @@ rate in the long run (its rotation number) from every start.  So the plan that a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import inf
 
@@ -23,7 +24,7 @@ from megatron.fill.errors import PlanError
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.reasons import why_nothing_fits
 from megatron.fill.planner.tail import processing_time_s
-from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
+from megatron.fill.profiles import BubbleCycle, JobProfile
 
 type _Counts = NDArray[np.int64]
 
@@ -87,8 +88,7 @@ def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> Executi
     """
     if profile.duration_ns == 0:
         raise PlanError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
-    layer = _Layer(profile, reserve_ns)
-    tables = [layer.counts(slot) for slot in cycle.slots]
+    tables = _tables(cycle, profile, reserve_ns)
     nodes = len(profile.nodes)
     after = np.arange(nodes)
     for table in tables:
@@ -117,35 +117,25 @@ def _repeating(ends: Sequence[int]) -> list[int]:
     return order[order.index(node) :]
 
 
-class _Layer:
-    """Counts the nodes that fit into a bubble, from every first node at once."""
+def _tables(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int) -> list[_Counts]:
+    """Return for each bubble the number of nodes that fit into it, by first node."""
+    nodes = len(profile.nodes)
+    first = np.arange(nodes)
+    durations = np.array([node.duration_ns for node in profile.nodes], dtype=np.int64)
+    memory = np.array([node.memory_bytes for node in profile.nodes], dtype=np.int64)
+    ends = np.concatenate([[0], np.cumsum(np.tile(durations, 2))])  # two iterations: a chunk may wrap around
 
-    def __init__(self, profile: JobProfile, reserve_ns: int) -> None:
-        self.nodes = len(profile.nodes)
-        self.reserve_ns = reserve_ns
-        durations = np.array([node.duration_ns for node in profile.nodes], dtype=np.int64)
-        self.memory = np.array([node.memory_bytes for node in profile.nodes], dtype=np.int64)
-        self.ends = np.concatenate([[0], np.cumsum(np.tile(durations, 2))])  # two iterations: a chunk may wrap around
-        self.iteration_ns = profile.duration_ns
-        self.known: dict[tuple[int, int], _Counts] = {}
-
-    def counts(self, slot: BubbleSlot) -> _Counts:
-        """Return the number of nodes that fit into the bubble, by first node."""
-        key = (slot.duration_ns, slot.free_bytes)
-        if key not in self.known:
-            self.known[key] = self._counts(slot)
-        return self.known[key]
-
-    def _counts(self, slot: BubbleSlot) -> _Counts:
-        first = np.arange(self.nodes)
-        usable_ns = slot.duration_ns - self.reserve_ns
+    @functools.cache
+    def counts(usable_ns: int, free_bytes: int) -> _Counts:
         if usable_ns <= 0:
             return np.zeros_like(first)
-        iterations, rest_ns = divmod(usable_ns, self.iteration_ns)
-        reached = np.searchsorted(self.ends, self.ends[: self.nodes] + rest_ns, side="right") - 1
-        count = iterations * self.nodes + reached - first
-        too_large = np.flatnonzero(self.memory > slot.free_bytes)
+        iterations, rest_ns = divmod(usable_ns, profile.duration_ns)
+        reached = np.searchsorted(ends, ends[:nodes] + rest_ns, side="right") - 1
+        count = iterations * nodes + reached - first
+        too_large = np.flatnonzero(memory > free_bytes)
         if len(too_large):
-            following = np.append(too_large, too_large[0] + self.nodes)  # the last one follows after wrapping around
+            following = np.append(too_large, too_large[0] + nodes)  # the last one follows after wrapping around
             count = np.minimum(count, following[np.searchsorted(too_large, first)] - first)
         return count
+
+    return [counts(slot.duration_ns - reserve_ns, slot.free_bytes) for slot in cycle.slots]

@@ -7,16 +7,12 @@ from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
 
 
 def leftover(cycle: BubbleCycle, plan: ExecutionPlan, profile: JobProfile) -> BubbleCycle:
-    """Return the bubbles' tails as a bubble cycle, from which ``best_plan`` plans another job.
+    """Return the tails that a plan of this cycle leaves, as a bubble cycle from which ``best_plan`` plans another job.
 
     The rest of a bubble differs from cycle to cycle until the plan repeats, so the result spans all cycles of the plan
     and is exact: the minimum over the cycles would waste most of the time, and the mean would promise time that is not
     there.  A resident job keeps its memory between its nodes, so its peak memory is subtracted from every bubble.
-
-    Raises:
-        PlanError: the plan is not for this cycle and profile.
     """
-    plan.validate(cycle, profile)
     taken_ns = {
         (chunk.cycle, chunk.bubble): plan.reserve_ns + duration_ns
         for chunk, duration_ns in zip(plan.chunks(), plan.durations_ns(profile), strict=True)

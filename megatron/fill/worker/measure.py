@@ -8,23 +8,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.device import cuda
 from megatron.fill.device.meter import fingerprint, meter
 from megatron.fill.errors import FillError, TaskError
-from megatron.fill.folders import PROFILE
 from megatron.fill.linux import host
-from megatron.fill.linux.files import write_text
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.imperative import ImperativeTask
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.spec import Spec
-from megatron.fill.untrusted import to_json
 from megatron.fill.work import Work
-from megatron.fill.worker.profiler import MeasuringMachine, Profiler, write_profile
+from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes, write_profile
 from megatron.fill.worker.steptimes import measure_steps, write_step_times
 
 NO_STEPS = 3  # exit status
@@ -61,7 +58,7 @@ def measure(spec: MeasureSpec) -> None:
         raise NoStepsError(f"{task} is an ImperativeTask")
     if not isinstance(first, NodeTask):
         measured, kinds = measure_steps(first, context, work.args, meters)
-        write_text(directory / PROFILE, to_json(replace(measured, device=device).to_dict()) + "\n")
+        write_profile(directory, measured, device)
         write_step_times(directory, kinds)
         return
 
@@ -70,10 +67,9 @@ def measure(spec: MeasureSpec) -> None:
         assert isinstance(loaded, NodeTask)
         return MeasuringMachine(loaded, context, meters)
 
-    profiler = Profiler(make, _run, context, work.args)
-    profiles = profiler.measure()
-    assert profiles is not None  # there is no training that could end first
-    write_profile(directory, profiles, profiler, device)
+    found = measure_nodes(make, _run, context, work.args)
+    assert found is not None  # there is no training that could end first
+    write_profile(directory, found, device)
 
 
 def _run(machine: MeasuringMachine) -> bool:

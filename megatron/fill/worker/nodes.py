@@ -24,7 +24,7 @@ from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.worker.loop import StepLoop
-from megatron.fill.worker.profiler import MeasuringMachine, Profiler, write_profile
+from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes, write_profile
 from megatron.fill.worker.spec import WorkerSpec
 
 logger = logging.getLogger("pipefill.plan")
@@ -160,11 +160,11 @@ class NodeRun:
             return self.loop.like(machine).run()
 
         context = replace(self.spec.context(), aside=self.task.context.aside)
-        profiler = Profiler(make, run, context, self.spec.work.args, self.loop.turn)
-        profiles = profiler.measure()
-        if profiles is not None:
-            write_profile(self.directory, profiles, profiler, fingerprint(self.spec.device))
-        return profiles
+        measured = measure_nodes(make, run, context, self.spec.work.args, self.loop.turn)
+        if measured is None:
+            return None
+        write_profile(self.directory, measured, fingerprint(self.spec.device))
+        return list(measured.profiles)
 
     def _wait_for_cycle(self) -> BubbleCycle | None:
         """Wait for the cycle, which appears on the board some iterations before bubbles are filled; None at the end."""

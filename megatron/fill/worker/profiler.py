@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,73 +79,72 @@ class MeasuringMachine(TaskMachine):
         return JobProfile(configuration, tuple(nodes), self.nodes.iteration_work())
 
 
-@dataclass(eq=False, repr=False)
-class Profiler:
-    """Measures one job."""
+def measure_nodes(
+    make: Callable[[TaskContext], MeasuringMachine],
+    run: Callable[[MeasuringMachine], bool],
+    context: TaskContext,
+    args: dict[str, Any],
+    turn: TakesTurn = at_once,
+) -> MeasuredJob | None:
+    """Measure a job in every configuration that runs; None if the training ended first.
 
-    # Makes a new machine for the job; needed again once a task's data is used up
-    make: Callable[[TaskContext], MeasuringMachine]
-    run: Callable[[MeasuringMachine], bool]  # runs a machine in bubbles; returns False if the training ended first
-    context: TaskContext
-    args: dict[str, Any]
-    turn: TakesTurn = at_once  # context manager in which the device is used
+    Args:
+        make: makes a new machine for the job; needed again once a task's data is used up.
+        run: runs a machine in bubbles; returns False if the training ended first.
+        turn: context manager in which the device is used.
 
-    def __post_init__(self) -> None:
-        self.split = ""  # description of the job's split into nodes, for users
-        self.total_work: float | None = None  # total work of the job; None if unknown
+    Raises:
+        TaskError: it runs in no configuration.
+    """
+    scratch = context.directory / "profiling"
 
-    def measure(self) -> list[JobProfile] | None:
-        """Return the job's profile in every configuration that runs; None if the training ended first.
-
-        Raises:
-            TaskError: it runs in no configuration.
-        """
-        scratch = self.context.directory / "profiling"
-        try:
-            return self._measure(scratch)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-    def _measure(self, scratch: Path) -> list[JobProfile] | None:
-        machine = self._new(scratch)
-        profiles, failures = [], []
-        started = False
-        for configuration in machine.nodes.configurations():
-            if machine.exhausted:
-                machine.stop()
-                machine, started = self._new(scratch), False
-            try:
-                with self.turn(f"preparing {configuration}"):
-                    machine.begin(configuration)
-                    if not started:
-                        machine.init()
-                        started = True
-                    machine.meter.forget()
-                if not self.run(machine):
-                    machine.stop()
-                    return None
-                profiles.append(machine.profile(configuration))
-                self.split, self.total_work = machine.nodes.split, machine.nodes.context.total_work
-                logger.info("measured %s: %.1f ms an iteration", configuration, profiles[-1].duration_ns / 1e6)
-            except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError when memory is short
-                failures.append(f"{configuration}: {' '.join(str(error).split())[:160]}")
-                logger.warning("cannot run as %s", failures[-1])
-                machine.stop()
-                machine, started = self._new(scratch), False
-        machine.stop()
-        if not profiles:
-            raise TaskError(f"it runs in no configuration: {'; '.join(failures)}")
-        return profiles
-
-    def _new(self, scratch: Path) -> MeasuringMachine:
+    def new() -> MeasuringMachine:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        machine = self.make(replace(self.context, directory=scratch, measuring=True, total_work=None, result={}))
-        machine.create(self.args)
+        machine = make(replace(context, directory=scratch, measuring=True, total_work=None, result={}))
+        machine.create(args)
         return machine
 
+    try:
+        return _measure(new, run, turn)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
-def write_profile(directory: Path, profiles: list[JobProfile], profiler: Profiler, device: str) -> None:
+
+def _measure(
+    new: Callable[[], MeasuringMachine], run: Callable[[MeasuringMachine], bool], turn: TakesTurn
+) -> MeasuredJob | None:
+    machine = new()
+    measured, profiles, failures = MeasuredJob(()), [], []
+    started = False
+    for configuration in machine.nodes.configurations():
+        if machine.exhausted:
+            machine.stop()
+            machine, started = new(), False
+        try:
+            with turn(f"preparing {configuration}"):
+                machine.begin(configuration)
+                if not started:
+                    machine.init()
+                    started = True
+                machine.meter.forget()
+            if not run(machine):
+                machine.stop()
+                return None
+            profiles.append(machine.profile(configuration))
+            measured = MeasuredJob(tuple(profiles), machine.nodes.context.total_work, machine.nodes.split)
+            logger.info("measured %s: %.1f ms an iteration", configuration, profiles[-1].duration_ns / 1e6)
+        except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError when memory is short
+            failures.append(f"{configuration}: {' '.join(str(error).split())[:160]}")
+            logger.warning("cannot run as %s", failures[-1])
+            machine.stop()
+            machine, started = new(), False
+    machine.stop()
+    if not profiles:
+        raise TaskError(f"it runs in no configuration: {'; '.join(failures)}")
+    return measured
+
+
+def write_profile(directory: Path, measured: MeasuredJob, device: str) -> None:
     """Write a job's profile to its folder, from where the agent copies it to the store."""
-    measured = MeasuredJob(tuple(profiles), profiler.total_work, profiler.split, device)
-    write_text(directory / PROFILE, to_json(measured.to_dict()) + "\n")
+    write_text(directory / PROFILE, to_json(replace(measured, device=device).to_dict()) + "\n")

@@ -10,10 +10,10 @@ import pytest
 
 from megatron.fill.device.meter import HostMeter, resident_bytes
 from megatron.fill.errors import TaskError
-from megatron.fill.profiles import Configuration, NodeProfile
+from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.nodes import NodeTask
-from megatron.fill.worker.profiler import MeasuringMachine, Profiler
+from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes
 
 
 class Scripted(NodeTask):
@@ -64,8 +64,10 @@ class FakeMeter:
         return Scripted.now
 
 
-def profiler(folder: Path, **args: int) -> Profiler:
+def measured(folder: Path, ends: bool = False, **args: int) -> tuple[JobProfile, ...] | None:
     def run(machine: MeasuringMachine) -> bool:
+        if ends:
+            return False
         machine.start()
         try:
             while True:
@@ -78,11 +80,12 @@ def profiler(folder: Path, **args: int) -> Profiler:
     def make(context: TaskContext) -> MeasuringMachine:
         return MeasuringMachine(Scripted(), context, FakeMeter())
 
-    return Profiler(make, run, TaskContext("job", folder), args)
+    found = measure_nodes(make, run, TaskContext("job", folder), args)
+    return None if found is None else found.profiles
 
 
 def test_every_configuration_is_measured_warm(tmp_path):
-    found = profiler(tmp_path).measure()
+    found = measured(tmp_path)
     assert found is not None
     assert [str(profile.configuration) for profile in found] == ["b1", "b2", "b4"]
     assert [profile.work for profile in found] == [1.0, 2.0, 4.0]
@@ -91,28 +94,26 @@ def test_every_configuration_is_measured_warm(tmp_path):
 
 
 def test_a_configuration_that_does_not_run_is_left_out(tmp_path):
-    found = profiler(tmp_path, most=2).measure()
+    found = measured(tmp_path, most=2)
     assert found is not None
     assert [str(profile.configuration) for profile in found] == ["b1", "b2"]
     with pytest.raises(TaskError, match="it runs in no configuration: b1: can't allocate memory"):
-        profiler(tmp_path, most=0).measure()
+        measured(tmp_path, most=0)
 
 
 def test_data_that_ends_early_is_begun_again(tmp_path):
-    found = profiler(tmp_path, samples=6).measure()
+    found = measured(tmp_path, samples=6)
     assert found is not None
     assert [profile.nodes[0].duration_ns for profile in found][1:] == [2, 4]
 
 
 def test_data_that_ends_at_once_is_an_error(tmp_path):
     with pytest.raises(TaskError, match="ended after 0 of the 2 nodes of the first iteration"):
-        profiler(tmp_path, samples=0).measure()
+        measured(tmp_path, samples=0)
 
 
 def test_the_end_of_the_main_job_ends_it(tmp_path):
-    measuring = profiler(tmp_path)
-    measuring.run = lambda machine: False
-    assert measuring.measure() is None
+    assert measured(tmp_path, ends=True) is None
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from megatron.fill.sidetask import TaskContext, split
 from megatron.fill.sidetask.optimizing import Offloaded
 from megatron.fill.sidetask.split.segments import ModelSegment
 from megatron.fill.sidetask.training import TrainingJob
-from megatron.fill.worker.profiler import MeasuringMachine, Profiler
+from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes
 
 DEVICE = "cpu:0"  # to PyTorch the same as the host, to a job a device
 ARGS: dict[str, Any] = {
@@ -90,11 +90,12 @@ def run(measuring: MeasuringMachine) -> bool:
 
 
 def test_every_configuration_is_measured_one_after_the_other(tmp_path: Path) -> None:
-    profiles = Profiler(machine, run, TaskContext("job", tmp_path, DEVICE), ARGS).measure()
+    measured = measure_nodes(machine, run, TaskContext("job", tmp_path, DEVICE), ARGS)
     offered = TrainingJob()
     offered.context = TaskContext("job", tmp_path, DEVICE)
     offered.create(**ARGS)
-    assert profiles is not None
+    assert measured is not None
+    profiles = measured.profiles
     assert [profile.configuration for profile in profiles] == offered.configurations()
     assert {profile.configuration.offload for profile in profiles} == set(Offload)
 

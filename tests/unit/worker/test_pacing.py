@@ -22,7 +22,7 @@ from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import Pacer, StepDevice, StepPages, Stopped
-from megatron.fill.worker.profiler import Profiler
+from megatron.fill.worker.profiler import measure_nodes
 from megatron.fill.worker.saver import Saver
 from tests.support.fakes import FakeGate
 
@@ -361,9 +361,8 @@ def test_the_profiler_and_the_saver_take_turns(tmp_path, seen):
         machine.create = machine.stop = lambda *_: None
         machine.meter = SimpleNamespace(forget=note("forget"))
         machine.profile = lambda configuration: (_ for _ in ()).throw(RuntimeError("it is not measured here"))
-        profiler = Profiler(lambda _: machine, lambda _: True, TaskContext("t", tmp_path), {}, Turns)  # type: ignore[arg-type,return-value]
         with pytest.raises(TaskError, match="it is not measured here"):
-            profiler.measure()
+            measure_nodes(lambda _: machine, lambda _: True, TaskContext("t", tmp_path), {}, Turns)  # type: ignore[arg-type,return-value]
         turn = ["begin", "init", "forget", "end"]
         assert said == [f"preparing {Configuration(1)} False", *turn, f"preparing {Configuration(2)} False", *turn]
     else:
