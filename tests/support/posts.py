@@ -68,7 +68,7 @@ class Post:
                 connect=lambda url, create: self.store,
             ),
             ranking=Ranking(parse_policy(agent.policy), "rank 3", "cpu", board, 0, memory.room_bytes),
-            ledger=AttemptLedger(AgentFile(folder, 3)),
+            ledger=AttemptLedger(AgentFile(folder, 3), LastWord.create()),
         )
         self.pool = WorkerPool(self.context)
         self.judge = Judge()

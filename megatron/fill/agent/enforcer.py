@@ -57,7 +57,7 @@ class Enforcer:
     log: StepLog
     grace_ns: int
     max_overruns: int  # number of violations (steps, starts or pauses) at which the worker is ended
-    overtime: Overtime | None = None  # account of the worker's CPU time outside bubbles; None for no limit
+    overtime: Overtime  # account of the worker's CPU time outside bubbles
     # Returns True while no worker may run, paused by the operator or by the brake
     off: Callable[[], bool] = lambda: False
     # The worker waits for bubbles by itself; False for a command, which is stopped outside bubbles, and which its
@@ -96,9 +96,9 @@ class Enforcer:
         ended_ns = self._ended_ns(seq) if seq else None
         if ended_ns is None:
             self._overdue, self._core = None, self._sample()
-            if self._overdrawn():
+            if self.overtime.overdrawn:
                 self._hangs_at_ns = 0  # a stopped step is not a hang
-                self._ration(self._overdrawn)
+                self._ration(lambda: self.overtime.overdrawn)
             else:
                 self._let_go()  # another process may have stopped it: it must not block its seat
             return _LOOK_S
@@ -118,7 +118,7 @@ class Enforcer:
 
     def look(self) -> Ending | None:
         """Update the account of work outside bubbles, and return the decision to end the worker, if there is one."""
-        if self.overtime is not None and not self._over:
+        if not self._over:
             self.overtime.look()
             if self.overtime.exceeded_s:
                 self._fail(Cause.OVERTIME, f"{self.overtime.exceeded_s:g}")
@@ -142,9 +142,6 @@ class Enforcer:
             self._held = False
             self._let_go()
         return self._held
-
-    def _overdrawn(self) -> bool:
-        return self.overtime is not None and self.overtime.overdrawn
 
     def _look(self, now_ns: int) -> None:
         """Add the worker's opportunity since the latest sample.

@@ -17,10 +17,10 @@ class AttemptLedger:
     """Writes the agent's records; for any thread.  A record that cannot be written now is kept and written later.
 
     Args:
-        last_word: page on which records that cannot be written are left for the rank; None for nowhere.
+        last_word: page on which records that cannot be written are left for the rank.
     """
 
-    def __init__(self, file: AgentFile, last_word: LastWord | None = None) -> None:
+    def __init__(self, file: AgentFile, last_word: LastWord) -> None:
         self._file = file
         self._last_word = last_word
         self._behind = False
@@ -64,11 +64,10 @@ class AttemptLedger:
             except OSError:
                 self._file.note(behind=True)
                 self._behind = True
-                if self._last_word is not None:  # each time: it may be killed before the next
-                    self._last_word.leave(attempts_text([*self._ended, *running], MOST_BYTES))
+                # Each time: it may be killed before the next.
+                self._last_word.leave(attempts_text([*self._ended, *running], MOST_BYTES))
                 raise
             if self._behind:
                 self._file.note(behind=False)
                 self._behind = False
-                if self._last_word is not None:
-                    self._last_word.clear()
+                self._last_word.clear()

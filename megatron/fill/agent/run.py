@@ -292,7 +292,6 @@ class JobRun:
             over=self.context.over,
             unfit=outcome.cause in (Cause.DOES_NOT_FIT, Cause.CROWDED) or memory.ending is not None,
             violations=enforcer.violations,
-            ended_ns=worker.ended_ns,
         )
 
     def _forecast(self, directory: Path) -> None:
@@ -331,7 +330,7 @@ class JobRun:
             unit=outcome.unit,
             total_work=outcome.total_work,
             result=outcome.result,
-            ended_ns=end.ended_ns,
+            ended_ns=worker.ended_ns,
             offences=end.violations,
         )
         return record, steps

@@ -236,7 +236,6 @@ class End:
     over: bool = False  # the training has ended
     unfit: bool = False  # the job must not be tried here again before the bubble cycle changes
     violations: int = 0  # number of violations of the worker's bubbles (``Enforcer``)
-    ended_ns: int = 0  # time of the end, CLOCK_MONOTONIC
 
 
 class Judge:

@@ -81,7 +81,7 @@ class SqlTransaction:
             .where(jobs.c.id == job.id)
             .values(
                 state=job.state,
-                status=json.dumps(_cause(job.status)),
+                status=json.dumps(job.status.to_dict()),
                 started_s=job.started_s,
                 finished_s=job.finished_s,
                 attempt=job.attempt,
@@ -207,11 +207,6 @@ def _job(row: Row[Any]) -> Job:
     values["progress"] = Progress(**json.loads(values["progress"]))
     values["result"] = json.loads(values["result"])
     return Job(**values)
-
-
-def _cause(status: Status) -> dict[str, Any]:
-    """Return the status as JSON data without the state, which has a column of its own."""
-    return {name: value for name, value in status.to_dict().items() if name != "state"}
 
 
 def _device(row: Row[Any]) -> DeviceEntry:

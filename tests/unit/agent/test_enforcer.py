@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.fill.agent.ending import Ending, How
-from megatron.fill.agent.enforcer import Enforcer, _Core
+from megatron.fill.agent.enforcer import Enforcer, Overtime, _Core
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, create_log
@@ -35,14 +35,9 @@ class Bench:
             time.sleep(0.001)
         self.gate = SharedGate()
         self.log = StepLog(create_log())
-        self.enforcer = Enforcer(
-            self.worker.pid,
-            SharedGateReader(self.gate.reader_fd()),
-            self.log,
-            GRACE_NS,
-            max_overruns=2,
-            hung_ns=100_000_000,
-        )
+        gate = SharedGateReader(self.gate.reader_fd())
+        idle = Overtime(lambda: 0.0, gate, 1)
+        self.enforcer = Enforcer(self.worker.pid, gate, self.log, GRACE_NS, 2, idle, hung_ns=100_000_000)
 
     def begin_step(self, phase: WorkerPhase = WorkerPhase.STEP) -> int:
         """A bubble opens, the worker begins a step in it, and the bubble ends."""
@@ -223,7 +218,8 @@ def test_a_step_that_the_main_job_starves_is_not_to_blame_whatever_the_kernel_ha
     spinner = subprocess.Popen([sys.executable, "-c", f"{idle}\nwhile True: pass"], process_group=0)
     try:
         time.sleep(0.3)
-        bench.enforcer = Enforcer(spinner.pid, SharedGateReader(bench.gate.reader_fd()), bench.log, GRACE_NS, 2)
+        gate, idle = bench.enforcer.gate, bench.enforcer.overtime
+        bench.enforcer = Enforcer(spinner.pid, gate, bench.log, GRACE_NS, 2, idle)
         bench.begin_step()
         end_s = time.monotonic() + 0.6
         while time.monotonic() < end_s:

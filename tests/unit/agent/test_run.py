@@ -21,6 +21,7 @@ from megatron.fill.agent.run import JobRun
 from megatron.fill.agent.watch import End, JobWorker, Judge, StopRequests
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
+from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.phases import Saving
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.records import AgentFile, read_agent
@@ -324,7 +325,7 @@ def test_one_that_has_not_begun_has_no_record_and_is_as_far_as_before(bench):
 
 
 def test_an_agent_keeps_what_it_cannot_write_now(tmp_path):
-    ledger = AttemptLedger(AgentFile(tmp_path / "1", 0))
+    ledger = AttemptLedger(AgentFile(tmp_path / "1", 0), LastWord.create())
     runs = JobRecord("runs", "m:C", Status(JobState.RUNNING), 1.0, "steps", 0, directory="jobs/runs-2")
     worker = WorkerRecord("pi", 0, 1, 1.0, 1, 0, 0.0)
     ended = [
