@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pydantic import ValidationError
@@ -50,9 +49,7 @@ class Jobs:
     def __enter__(self) -> Jobs:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

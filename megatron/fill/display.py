@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+STATE_COLOURS = {  # styles of rich
+    JobState.QUEUED: "dim",
+    JobState.RUNNING: "cyan",
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "red",
+    JobState.CANCELLED: "yellow",
+}
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
 _REPORT_COLUMNS = 80
 _CARET = 0x40  # ESC is shown as ^[
@@ -45,12 +52,10 @@ def report_console() -> Console:
 
 
 def plain_table(*headings: str, gap: int = 2, **style: Any) -> Table:
-    """Return an empty table, without lines unless ``style`` (of ``rich``) has some.
+    """Return an empty table, without lines unless ``style`` (of ``rich``) has some, its columns ``gap`` letters apart.
 
-    Args:
-        headings: one for each column; ``>`` before it puts the column to the right on one line, ``<`` to the left on
-            one line, and any other column folds.
-        gap: columns between two of the table's.
+    A heading that begins with ``>`` puts its column to the right on one line, ``<`` to the left on one line, and any
+    other column folds.
     """
     from rich.table import Table
 
@@ -68,21 +73,6 @@ def literal(text: str, style: str = "") -> Text:
     from rich.text import Text
 
     return Text(one_line(text), style=style)
-
-
-def state_colour(state: JobState) -> str:
-    """Return the rich style of a state's name."""
-    match state:
-        case JobState.QUEUED:
-            return "dim"
-        case JobState.RUNNING:
-            return "cyan"
-        case JobState.SUCCEEDED:
-            return "green"
-        case JobState.FAILED:
-            return "red"
-        case JobState.CANCELLED:
-            return "yellow"
 
 
 def size(size_bytes: float) -> str:

@@ -6,16 +6,15 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from megatron.fill.cli.options import Json
 from megatron.fill.cli.views import print_json
-
-if TYPE_CHECKING:
-    from megatron.fill.pages.control import ControlPage
-    from megatron.fill.pages.moving import RankStanding
+from megatron.fill.display import plain_table
+from megatron.fill.pages.control import ControlPage, RunState, damaged_notes, find_pages
+from megatron.fill.pages.moving import RankStanding, find_standings, stillness
 
 _LOOK_S = 0.005
 
@@ -30,7 +29,7 @@ def pause(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    change(run, "PAUSED", as_json)
+    change(run, RunState.PAUSED, as_json)
 
 
 def resume(run: Run, as_json: Json = False) -> None:
@@ -38,7 +37,7 @@ def resume(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    change(run, "RUNNING", as_json)
+    change(run, RunState.RUNNING, as_json)
 
 
 def drain(run: Run, as_json: Json = False) -> None:
@@ -46,7 +45,7 @@ def drain(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    change(run, "DRAINING", as_json)
+    change(run, RunState.DRAINING, as_json)
 
 
 def kill(run: Run, as_json: Json = False) -> None:
@@ -56,7 +55,7 @@ def kill(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    change(run, "KILLED", as_json)
+    change(run, RunState.KILLED, as_json)
 
 
 def status(run: Run, as_json: Json = False) -> None:
@@ -67,28 +66,16 @@ def status(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if a rank's note of where it is was damaged.
     """
-    from megatron.fill.pages.control import find_pages
-    from megatron.fill.pages.moving import find_standings
-
     _show(find_pages(run), as_json, find_standings(run))
     if _damaged(run):
         raise typer.Exit(1)
 
 
-def change(run: Path, state: str, as_json: bool, wait_s: float = 2.0) -> None:
-    """Put the ranks of a run on this node into a state, and show the result.
-
-    Args:
-        wait_s: timeout for the agents to acknowledge it.
-
-    Raises:
-        typer.Exit: an agent did not acknowledge it, or a rank's note of its page is damaged; the status is 1.
-    """
-    from megatron.fill.pages.control import RunState, find_pages
-
+def change(run: Path, state: RunState, as_json: bool, wait_s: float = 2.0) -> None:
+    """Put the ranks of a run on this node into a state, and show whether their agents acknowledge it in ``wait_s``."""
     pages = find_pages(run)
     for page in pages:  # all of them are open, so they change within microseconds of each other
-        page.change(RunState[state])
+        page.change(state)
     end_s = time.monotonic() + wait_s
     while any(page.silent for page in pages) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
@@ -100,8 +87,6 @@ def change(run: Path, state: str, as_json: bool, wait_s: float = 2.0) -> None:
 
 def _damaged(run: Path) -> bool:
     """True if some ranks cannot be reached because their notes are damaged; prints a line for each."""
-    from megatron.fill.pages.control import damaged_notes
-
     lines = damaged_notes(run)
     for line in lines:
         typer.echo(line, err=True)
@@ -109,8 +94,6 @@ def _damaged(run: Path) -> bool:
 
 
 def _show(pages: Sequence[ControlPage], as_json: bool, standings: Sequence[RankStanding] = ()) -> None:
-    from megatron.fill.pages.moving import stillness
-
     lines = stillness(standings)
     rows = [
         {
@@ -126,8 +109,6 @@ def _show(pages: Sequence[ControlPage], as_json: bool, standings: Sequence[RankS
         print_json({"node": os.uname().nodename, "ranks": rows, "still": lines})
         return
     from rich.console import Console
-
-    from megatron.fill.display import plain_table
 
     table = plain_table(">RANK", ">PID", ">AGENT", "STATE", "ACKNOWLEDGED")
     for page, row in zip(pages, rows, strict=True):

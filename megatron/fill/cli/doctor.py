@@ -7,10 +7,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from megatron.fill.cli.options import Json
+from megatron.fill.cli.views import print_json
+from megatron.fill.display import console_of, plain_table
+from megatron.fill.errors import SandboxError
+from megatron.fill.sandbox import Layer
 
 if TYPE_CHECKING:
     from megatron.fill.device.doctor import Diagnosis
-    from megatron.fill.sandbox import Layer
 
 _PIPE_WIDTH = 80  # columns, if the output does not go to a terminal
 _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
@@ -25,8 +28,6 @@ def doctor(as_json: Json = False) -> None:
     from megatron.fill.agent.sandbox import find_support, why_no_cuda_for_jobs
     from megatron.fill.device.doctor import diagnose
     from megatron.fill.device.probes import gather
-    from megatron.fill.errors import SandboxError
-    from megatron.fill.sandbox import Layer
 
     facts = gather()
     try:
@@ -38,8 +39,6 @@ def doctor(as_json: Json = False) -> None:
         layers = (Layer("all of them", "", str(error)),)
     diagnosis = diagnose(facts)
     if as_json:
-        from megatron.fill.cli.views import print_json
-
         print_json({"sandbox": [asdict(layer) for layer in layers], **asdict(diagnosis)})
     else:
         _print(diagnosis, layers)
@@ -48,8 +47,6 @@ def doctor(as_json: Json = False) -> None:
 def _print(diagnosis: Diagnosis, layers: Sequence[Layer]) -> None:
     from rich.padding import Padding
     from rich.text import Text
-
-    from megatron.fill.display import console_of, plain_table
 
     console = console_of(_PIPE_WIDTH)
     table = plain_table("SANDBOX", "", "WHAT IT DOES")

@@ -11,6 +11,7 @@ import typer
 from megatron.fill.cli import views
 from megatron.fill.cli.options import JobName, JobNames, Json, Store, opened
 from megatron.fill.errors import ConfigError, JobError
+from megatron.fill.pages.moving import find_standings, stillness
 from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState
 
@@ -132,7 +133,6 @@ def list_jobs(
 
 def _say_what_stands_still(store: str | None) -> None:
     """Print a line for a training that hangs, if the store belongs to a run on this node: its jobs stay RUNNING."""
-    from megatron.fill.pages.moving import find_standings, stillness
     from megatron.fill.store.location import database_file
 
     file = database_file(store) if store else None

@@ -85,8 +85,6 @@ class _Output:
 
 
 class _Text:
-    """Prints text with control characters escaped."""
-
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
 

@@ -21,12 +21,7 @@ _COMPLETED = 500
 
 @contextmanager
 def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
-    """Open the store that ``--store`` names, and close it at the end.
-
-    Raises:
-        ConfigError: no store was given.
-        StoreError: the store cannot be opened.
-    """
+    """Open the store that ``--store`` names, and close it at the end; ConfigError if none was given."""
     if not where:
         raise ConfigError(f"no job store given; expected --store URL, FILE or FOLDER, or {_STORE} in the environment")
     with closing(open_store(where, create=create)) as store:
@@ -56,11 +51,7 @@ def checked_device(name: str | None) -> str:
 
 
 def parsed[T](option: str, text: str, parse: Callable[[str], T]) -> T:
-    """Return the value of an option.
-
-    Raises:
-        ConfigError: ``parse`` raised ValueError, which says what was expected.
-    """
+    """Return the value of an option; a ValueError of ``parse`` says what was expected, and becomes a ConfigError."""
     from megatron.fill.given.problems import shown
 
     try:
@@ -70,11 +61,7 @@ def parsed[T](option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check, before the work begins, that its result can be written; creates the folder.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Raise ConfigError, before the work begins, if its result could not be written; creates the folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -96,7 +83,7 @@ def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     return [(name, state) for name, state in found.items() if name.startswith(incomplete)]
 
 
-def warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str | None) -> str | None:
+def _warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str | None) -> str | None:
     """Warn if a store's password was given on the command line; return the URL unchanged."""
     source = ctx.get_parameter_source(str(parameter.name))
     if value is None or "://" not in value or source is None or source.name != "COMMANDLINE":
@@ -114,8 +101,9 @@ def warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str | 
 
 def store_option(text: str, envvar: str | None = _STORE) -> Any:
     """Return the option ``--store`` with this help, and the environment variable that stands in for it."""
-    callback = warn_of_password
-    return typer.Option("--store", "-s", envvar=envvar, metavar="URL|FILE|FOLDER", callback=callback, help=text)
+    return typer.Option(
+        "--store", "-s", envvar=envvar, metavar="URL|FILE|FOLDER", callback=_warn_of_password, help=text
+    )
 
 
 Store = Annotated[str | None, store_option("The job store: a database URL, a database file, or a run folder.")]

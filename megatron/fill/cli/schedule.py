@@ -124,11 +124,7 @@ def _schedule(which: str, stages: int | None, microbatches: int | None, chunks: 
 
 
 def given_costs(its: Schedule, times: str, transfer_ms: float) -> PipelineCosts:
-    """The costs of ``--times`` and ``--transfer``, the same on all ranks.
-
-    Raises:
-        ConfigError: the times are not three numbers.
-    """
+    """Return the costs of ``--times`` (three numbers, else ConfigError) and ``--transfer``, the same on all ranks."""
     from megatron.fill.given.problems import shown
     from megatron.fill.pipeline.costs import PipelineCosts
 

@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron.fill.cli.control import Run
+from megatron.fill.display import counted, literal, plain_table
 from megatron.fill.errors import ConfigError, ControlError, FillError, StoreError
+from megatron.fill.pages.control import ControlPage, RunState, find_pages
+from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from megatron.fill.pages.control import ControlPage
     from megatron.fill.records import LiveSegment, Segment
 
-_KEYS = {"p": "PAUSED", "r": "RUNNING", "d": "DRAINING"}
+_KEYS = {"p": RunState.PAUSED, "r": RunState.RUNNING, "d": RunState.DRAINING}
 _MOST_ROWS = 64
 _FEWEST_ROWS = 4
 _OTHER_LINES = 10  # of the view
@@ -111,21 +113,18 @@ class _View:
         self._pages: list[ControlPage] = []
         self._absent = ""  # why there are none
 
-    def change(self, state: str) -> None:
+    def change(self, state: RunState) -> None:
         """Put the ranks on this node into a state."""
-        from megatron.fill.pages.control import RunState
-
         self._look()
         if not self._pages:
             self._said = f"nothing was changed: {self._absent}"
             return
         for page in self._pages:
-            page.change(RunState[state])
-        self._said = f"{state} on this node, at {time.strftime('%H:%M:%S')}"
+            page.change(state)
+        self._said = f"{state.name} on this node, at {time.strftime('%H:%M:%S')}"
 
     def _look(self) -> None:
         """Find the ranks on this node, and the newest start of the training; ranks may have come and gone."""
-        from megatron.fill.pages.control import find_pages
         from megatron.fill.records import LiveSegment, last_segment
 
         try:
@@ -141,7 +140,6 @@ class _View:
     def _running(self) -> dict[int, list[str]]:
         """Return the names of the jobs that run, by rank: once the training has ended, those that go on without it."""
         from megatron.fill.records import SegmentEnding
-        from megatron.fill.types import JobState
 
         running = {number: [job.name for job, _ in rank.running] for number, rank in self._live.ranks.items()}
         if self._segment.ending is SegmentEnding.RUNNING:
@@ -158,8 +156,6 @@ class _View:
         """Return the view, with or without the line of keys, and with a line for so many ranks at most."""
         from rich.console import Group
         from rich.text import Text
-
-        from megatron.fill.display import counted, literal, plain_table
 
         self._look()
         self._live.look()
@@ -193,14 +189,11 @@ class _View:
         """Return the lines on the whole run."""
         from megatron.fill.records import SegmentEnding
 
-        live = self._live
-        measured = live.slowdown
+        live, ending = self._live, self._segment.ending
         slowdown = "not known yet"
-        if measured is not None:
-            slowdown = f"{measured.mean:+.1%} ({measured.low:+.1%} to {measured.high:+.1%})"
-        ended = (
-            "" if self._segment.ending is SegmentEnding.RUNNING else f", the training has ended: {self._segment.ending}"
-        )
+        if (its := live.slowdown) is not None:
+            slowdown = f"{its.mean:+.1%} ({its.low:+.1%} to {its.high:+.1%})"
+        ended = "" if ending is SegmentEnding.RUNNING else f", the training has ended: {ending}"
         return (
             f"{self._run}: {self._segment.ranks} ranks, {time.strftime('%H:%M:%S')}{ended}\n"
             f"bubbles {_percent(live.bubble_share)}, harvest {_percent(live.harvest_ratio)}, slowdown {slowdown}\n"
@@ -210,7 +203,6 @@ class _View:
     def _queue(self) -> str:
         from megatron.fill.store import open_store
         from megatron.fill.store.location import database_file
-        from megatron.fill.types import JobState
 
         if not self._segment.store:
             return "none"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron.fill.display import console_of, literal, plain_table, state_colour
+from megatron.fill.display import STATE_COLOURS, console_of, literal, plain_table
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 
@@ -102,11 +102,7 @@ def print_table(jobs: list[Job], now_s: float) -> None:
 
 
 def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
-    """Print all that is known about a job, a line for each field.
-
-    Args:
-        firsts: states of the jobs that it waits for, by name.
-    """
+    """Print all that is known about a job, with the states of the jobs that it waits for, a line for each field."""
     from rich.table import Table
 
     progress, left_s = job.progress, remaining_s(job, now_s)
@@ -150,7 +146,7 @@ def _state(job: Job, now_s: float) -> Any:
     if job.lost(now_s):
         return literal(_LOST, "red")
     stopping = job.cancelling and job.state is JobState.RUNNING
-    return literal("CANCELLING" if stopping else str(job.state), state_colour(job.state))
+    return literal("CANCELLING" if stopping else str(job.state), STATE_COLOURS[job.state])
 
 
 def _since(job: Job, now_s: float) -> str:

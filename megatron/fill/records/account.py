@@ -38,7 +38,6 @@ class AccountRecord:
     """The account of a rank from the start of its process to the latest write.
 
     Attributes:
-        rank, stage, stages: the rank's place.
         wall_ns: the time from the start of its process.
         waited: False if no wait for another stage was seen.
         spent: the time by name.
@@ -61,8 +60,7 @@ class AccountRecord:
         return self.stages > 1 and not self.waited and "optimizer" in self.spent
 
 
-def account_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's account in a segment's folder."""
+def _file(folder: Path, rank: int) -> Path:
     return folder / f"account{rank}.json"
 
 
@@ -76,12 +74,8 @@ def read_accounts(folder: Path) -> list[AccountRecord]:
 
 
 def read_account(folder: Path, rank: int) -> AccountRecord | None:
-    """Return the account of one rank; None if it has left none yet.
-
-    Raises:
-        FillError: as for ``read_accounts``.
-    """
-    path = account_file(folder, rank)
+    """Return the account of one rank, read as by ``read_accounts``; None if it has left none yet."""
+    path = _file(folder, rank)
     return _read(path) if path.exists() else None
 
 
@@ -112,7 +106,7 @@ class AccountWriter:
         waited: Callable[[], bool],
         traced: deque[Traced] | None = None,
     ) -> None:
-        self._path = account_file(folder, info.rank)
+        self._path = _file(folder, info.rank)
         self._info = info
         self._account = account
         self._waited = waited

@@ -20,7 +20,7 @@ RUNNING, BEHIND = ".running.jsonl", ".behind"  # suffixes of file names
 
 
 class AgentFile:
-    """An agent's record; not thread-safe.
+    """An agent's record; not thread-safe.  ``add`` and ``show`` raise OSError if it cannot be written.
 
     Args:
         folder: the segment's folder.
@@ -33,22 +33,14 @@ class AgentFile:
         self._behind = self._path.with_suffix(BEHIND)
 
     def add(self, job: JobRecord, worker: WorkerRecord) -> None:
-        """Append an attempt that has ended.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Append an attempt that has ended."""
         if self._path.exists():
             append(self._path, _lines(job, worker))
         else:
             write_agent(self._path, [(job, worker)])
 
     def show(self, running: Attempts) -> None:
-        """Replace the file of running attempts and their progress.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Replace the file of running attempts and their progress."""
         if running:
             write_agent(self._running, running)
         else:
@@ -64,16 +56,10 @@ class AgentFile:
 
 
 def forgets(unrecorded_ns: int, first_seq: int, older_uses: int, seq: int) -> bool:
-    """True if the record of an attempt has left out uses of bubbles up to ``seq``, and harvest with them.
+    """True if the record of an attempt, which keeps its latest uses of bubbles, lacks harvest in bubbles up to ``seq``.
 
-    A record keeps the latest uses.  Those before were in earlier bubbles, each in another, so the first of them was in
-    the bubble ``first_seq - older_uses`` or one before it.
-
-    Args:
-        unrecorded_ns: harvest of the attempt in ns that is in none of its recorded uses.
-        first_seq: number of the bubble of its first recorded use; 0 if it has none.
-        older_uses: number of its uses before that.
-        seq: number of the last bubble in question.
+    The uses before the first recorded one, which is of the bubble ``first_seq`` (0 for none), were each in another
+    bubble, so the first of them was in ``first_seq - older_uses`` or before.  ``unrecorded_ns`` is their harvest.
     """
     return unrecorded_ns > 0 and first_seq - older_uses <= seq
 

@@ -95,11 +95,7 @@ def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]
 
 
 def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
-    """Parse one line of a record.
-
-    Raises:
-        NothingRecorded: the line was cut off.
-    """
+    """Parse one line of a record; raise NothingRecorded if it was cut off."""
     try:
         content = from_json(text)  # a third of the time of json.loads
     except ValueError as error:
@@ -112,11 +108,7 @@ def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
 
 
 def check(path: Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Check the head of a record.
-
-    Raises:
-        FillError: it is that of another kind, or of another version.
-    """
+    """Raise FillError if the head of a record is that of another kind or version."""
     if content.get("kind") != kind:
         raise FillError(f"{path}: is not the record of a PipeFill {kind}")
     if content.get("version") != RECORD_VERSION:

@@ -148,11 +148,7 @@ class _Tail:
         self._at: tuple[int, int] | None = None  # inode and position
 
     def lines(self) -> tuple[bool, Iterator[dict[str, Any]]]:
-        """Return True if the file is another than before, and the lines that are new.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return True if the file is another than before, and the lines that are new; raises OSError."""
         with self._path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             other = self._at is None or self._at[0] != inode

@@ -28,7 +28,7 @@ logger = logging.getLogger("pipefill")
 MOST_BYTES = 16 << 20
 _TABLES: dict[str, type] = {"iterations": Iteration, "bubbles": Bubble, "spans": Span, "brakes": BrakeEvent}
 _DELETED = "deleted"  # file in a segment's folder: a rank has reported that the records were deleted
-_CONVERT = {"bubbles": {"kind": BubbleKind}}
+_KINDS = {str(kind): kind for kind in BubbleKind}
 
 type Sums = Counter[tuple[BubbleKind, bool, bool]]  # nanoseconds by kind, filling and forward_only
 
@@ -51,18 +51,12 @@ def as_bubbles(sums: Sums) -> list[Bubble]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the record.
-
-    Attributes:
-        table: name of its table.
-        sums: sums of its bubbles; empty for other tables.
-        last: number of its last iteration; 0 for other tables.
-    """
+    """A line of the record, with values of one table."""
 
     table: str
     data: bytes
-    sums: Sums
-    last: int = 0
+    sums: Sums  # of its bubbles
+    last: int = 0  # number of its last iteration
 
 
 def _lines(part: RankRecord) -> list[_Line]:
@@ -244,7 +238,8 @@ def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) 
     try:
         first = next(lines)
         info, lost = RankInfo(**first["info"]), int(first.get("lost_until", 0))
-        columns: dict[str, dict[str, list[Any]]] = {table: {} for table in _TABLES}
+        columns: dict[str, dict[str, list[Any]]]
+        columns = {table: {name: [] for name in names_of(cls)} for table, cls in _TABLES.items()}
         schedule, settled = None, 0
         if before is not None:
             schedule, settled, lost = before.schedule, before.settled_after, max(lost, before.lost_until)
@@ -258,10 +253,8 @@ def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) 
                     settled = int(more)
                 else:
                     extend(columns[table], _TABLES[table], more)
+        columns["bubbles"]["kind"] = [_KINDS[kind] for kind in columns["bubbles"]["kind"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
-    tables: dict[str, Any] = {
-        table: Table(cls, columns[table] or {name: [] for name in names_of(cls)}, _CONVERT.get(table))
-        for table, cls in _TABLES.items()
-    }
+    tables: dict[str, Any] = {table: Table(cls, columns[table]) for table, cls in _TABLES.items()}
     return RankRecord(info=info, **tables, schedule=schedule, settled_after=settled, lost_until=lost)

@@ -32,7 +32,7 @@ class Sample:
 
 
 class Samples:
-    """The latest sampled iterations of a rank, by number; also such of which only bubbles are known so far.
+    """The latest sampled iterations of a rank; also such of which only bubbles are known so far.
 
     Args:
         every: one iteration of so many is sampled; 0 for none.
@@ -51,11 +51,7 @@ class Samples:
         return self._samples.setdefault(iteration, Sample(iteration))
 
     def use(self, job: str, uses: Iterable[tuple[int, int]]) -> None:
-        """Note that a job used bubbles.
-
-        Args:
-            uses: the number of each bubble, and the ns harvested in it.
-        """
+        """Note that a job used bubbles: ``uses`` has the number of each, and the ns harvested in it."""
         bubbles = {bubble.seq: bubble for sample in self._samples.values() for bubble in sample.bubbles if bubble.seq}
         if bubbles:
             for seq, harvested_ns in uses:

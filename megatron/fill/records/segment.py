@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -87,8 +87,12 @@ class Segment:
             match = _FILE.fullmatch(path.name)
             if match is not None:
                 its = found.setdefault(int(match["rank"]), RankFiles())
-                agents = its.behind if match["behind"] else its.running if match["running"] else its.ended
-                (its.seen if match["who"] == "rank" else agents).append(path)
+                if match["behind"]:
+                    its.behind = True
+                else:
+                    (its.seen if match["who"] == "rank" else its.running if match["running"] else its.ended).append(
+                        path
+                    )
         for rank, more in (unwritten or {}).items():
             found.setdefault(rank, RankFiles()).add(more)
         return dict(sorted(found.items()))
@@ -98,18 +102,11 @@ class Segment:
         return replace(self, folder=self.folder / BETWEEN).files()
 
     def records(self) -> Iterator[RankRecord]:
-        """Yield the records of all ranks that left one, ascending by rank; one at a time, since they may be large.
-
-        Raises:
-            FillError: a record cannot be read.
-        """
-        for files in self.files().values():
-            record = files.record()
-            if record is not None:
-                yield record
+        """Yield the ``RankFiles.record`` of each rank that left one, ascending by rank; they may be large."""
+        return (record for files in self.files().values() if (record := files.record()) is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankFiles:
     """The files of one rank in one segment.
 
@@ -117,13 +114,13 @@ class RankFiles:
         seen: the rank's record, and its continuation in memory if there is one.
         ended: its agents' records of ended attempts.
         running: its agents' files of attempts that run, or ran last.
-        behind: one marker for each agent whose record lacks something that it could not write.
+        behind: True if the record of an agent lacks something that it could not write.
     """
 
     seen: list[Path] = field(default_factory=list)
     ended: list[Path] = field(default_factory=list)
     running: list[Path] = field(default_factory=list)
-    behind: list[Path] = field(default_factory=list)
+    behind: bool = False
 
     def add(self, more: Unwritten) -> None:
         """Add records that are in no file."""
@@ -131,7 +128,7 @@ class RankFiles:
             self.seen.append(in_memory(more.seen))
         if more.ended:
             self.ended.append(in_memory(more.ended))
-        self.behind[:] = [in_memory("")] if more.lost else []
+        self.behind = more.lost
 
     def record(self, spans: bool = True) -> RankRecord | None:
         """Return the rank's record, with or without ``spans``; None if it left none.
@@ -154,22 +151,22 @@ class RankFiles:
         Raises:
             FillError: a record cannot be read.
         """
-        ended = [one for path in self.ended for one in _read(path, steps)]
-        running = self.running_attempts(steps)
-        ended.sort(key=lambda one: one[0].ended_s)
+        ended = sorted(_read(self.ended, steps), key=lambda one: one[0].ended_s)
         known = {(job.directory, job.attempt) for job, _ in ended}
-        return ended + [(job, worker) for job, worker in running if (job.directory, job.attempt) not in known]
+        running = self.running_attempts(steps)
+        return ended + [one for one in running if (one[0].directory, one[0].attempt) not in known]
 
     def running_attempts(self, steps: bool = False) -> Attempts:
         """Return the attempts that run, or ran last, as they were then; ended ones may be among them."""
-        return [one for path in self.running for one in _read(path, steps)]
+        return _read(self.running, steps)
 
 
-def _read(path: Path, steps: bool) -> Attempts:
-    try:
-        return read_agent(path, steps)
-    except NothingRecorded:
-        return []
+def _read(paths: Iterable[Path], steps: bool) -> Attempts:
+    found: Attempts = []
+    for path in paths:
+        with suppress(NothingRecorded):
+            found += read_agent(path, steps)
+    return found
 
 
 class OpenSegment:
@@ -248,11 +245,7 @@ def read_segments(run_dir: Path) -> list[Segment]:
 
 
 def last_segment(run_dir: Path) -> Segment:
-    """Return the last segment of a run.
-
-    Raises:
-        FillError: the run folder has no segment, or a segment cannot be read.
-    """
+    """Return the last of the ``read_segments``."""
     return read_segments(run_dir)[-1]
 
 
@@ -288,14 +281,12 @@ def _unsaid(folder: Path) -> SegmentEnding:
 
 
 def _locked(path: Path) -> bool:
-    """True if another process holds the lock on the file, which means that the segment's process is alive."""
+    """True if the segment's process is alive: it holds the lock on the file."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     else:
         return False
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any, overload
@@ -13,30 +13,22 @@ class Table[T](Sequence[T]):
 
     Args:
         cls: the dataclass.
-        columns: the stored values of each field, in the order of the fields; all of one length.
-        convert: functions from a stored value to the field's value, for fields where the two differ.
+        columns: the values of each field, in the order of the fields; all of one length.
     """
 
-    def __init__(
-        self, cls: type[T], columns: Mapping[str, list[Any]], convert: Mapping[str, Callable[[Any], Any]] | None = None
-    ) -> None:
+    def __init__(self, cls: type[T], columns: Mapping[str, list[Any]]) -> None:
         self._cls = cls
         self._columns = columns
-        self._convert = convert or {}
 
     def column(self, name: str) -> list[Any]:
-        """Return the stored values of one field."""
+        """Return the values of one field."""
         return self._columns[name]
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
 
     def __iter__(self) -> Iterator[T]:
-        columns = [
-            map(self._convert[name], kept) if name in self._convert else kept for name, kept in self._columns.items()
-        ]
-        for row in zip(*columns, strict=True):
-            yield self._cls(*row)
+        return map(self._cls, *self._columns.values())
 
     @overload
     def __getitem__(self, at: int) -> T: ...
@@ -44,7 +36,7 @@ class Table[T](Sequence[T]):
     def __getitem__(self, at: slice) -> Table[T]: ...
     def __getitem__(self, at: int | slice) -> T | Table[T]:
         some = slice(at, at + 1 or None) if isinstance(at, int) else at
-        part = Table(self._cls, {name: kept[some] for name, kept in self._columns.items()}, self._convert)
+        part = Table(self._cls, {name: kept[some] for name, kept in self._columns.items()})
         if isinstance(at, slice):
             return part
         if not len(part):
@@ -61,7 +53,7 @@ class Table[T](Sequence[T]):
 
 
 def column(values: Sequence[Any], name: str) -> list[Any]:
-    """Return one field of all values: stored values of a table, attributes of the elements of any other sequence."""
+    """Return one field of all values of a table or any other sequence."""
     return values.column(name) if isinstance(values, Table) else list(map(attrgetter(name), values))
 
 
@@ -87,4 +79,4 @@ def extend(columns: dict[str, list[Any]], cls: type, more: Mapping[str, Sequence
     if list(more) != names or len({len(kept) for kept in more.values()}) != 1:
         raise ValueError(f"the columns of {cls.__name__} are {list(more)}; expected {names}, all of one length")
     for name, kept in more.items():
-        columns.setdefault(name, []).extend(kept)
+        columns[name].extend(kept)

@@ -1,6 +1,4 @@
-"""Records that a rank and its agent could not write, on a disk that stayed full say: kept in memory until the training
-ends, and read from there.
-"""
+"""Records that a rank and its agent could not write, kept in memory until the training ends."""
 
 from __future__ import annotations
 

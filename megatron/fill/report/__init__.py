@@ -46,8 +46,7 @@ def compose(
 ) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
-    It reads the records that the ranks and agents of all segments have written so far, one rank after the other; the
-    run may still be going on, have ended or have been cut off.
+    The run may still be going on, have ended or have been cut off.
 
     Args:
         ask: looks up, in the job store, the jobs whose end is not in the records.
@@ -86,7 +85,7 @@ def compose(
 
 
 def _segments(run_dir: Path, ended: Segment | None) -> list[Segment]:
-    """Return the run's segments in order, with ``ended`` in place of what the run folder holds of it."""
+    """Return the run's segments in order, with ``ended`` in place of what the folder holds of it."""
     if ended is None:
         return read_segments(run_dir)
     try:

@@ -15,11 +15,7 @@ GAP = "between starts"
 
 
 def account_records(segments: Sequence[Segment]) -> list[AccountRecord]:
-    """Return what the ranks of these segments left, in the segments' order.
-
-    Raises:
-        FillError: an account cannot be read.
-    """
+    """Return the ``read_accounts`` of these segments."""
     return [record for segment in segments for record in read_accounts(segment.folder)]
 
 

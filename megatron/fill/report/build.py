@@ -40,41 +40,26 @@ _S, _MS = 1e9, 1e6  # nanoseconds
 
 
 class Part(NamedTuple):
-    """The records of a rank in a segment.
+    """The records of a rank in a segment."""
 
-    Attributes:
-        segment: the segment's number.
-        unknown: reason why the harvest of its workers is unknown; empty if it is known.
-    """
-
-    segment: int
+    segment: int  # its number
     record: RankRecord
     workers: Sequence[WorkerRecord]
-    unknown: str = ""
+    unknown: str = ""  # reason why the harvest of its workers is unknown; empty if it is known
 
 
 @dataclass(slots=True)
 class SegmentSums:
-    """Sums over the ranks of one segment that have been added.
-
-    Attributes:
-        infos: the ranks that left a record.
-        harvested: ns in steps inside fillable bubbles, by rank.
-        filled: ns of the training in iterations with filling on, by rank.
-        iterations: number of recorded training iterations, by rank.
-        numbers: numbers of the first and the last iteration of each rank.
-        blocks: number of paired blocks.
-        lost_until: last iteration whose records were deleted, over all ranks; 0 if none were.
-    """
+    """Sums over the ranks of one segment that left a record."""
 
     infos: list[RankInfo] = field(default_factory=list)
-    harvested: dict[int, int] = field(default_factory=dict)
-    filled: dict[int, int] = field(default_factory=dict)
-    iterations: dict[int, int] = field(default_factory=dict)
-    numbers: list[int] = field(default_factory=list)
+    harvested: dict[int, int] = field(default_factory=dict)  # ns in steps inside fillable bubbles, by rank
+    filled: dict[int, int] = field(default_factory=dict)  # ns of the training in iterations with filling on, by rank
+    iterations: dict[int, int] = field(default_factory=dict)  # number of recorded training iterations, by rank
+    numbers: list[int] = field(default_factory=list)  # numbers of the first and the last iteration of each rank
     means: MeanIterations = field(default_factory=MeanIterations)
-    blocks: int = 0
-    lost_until: int = 0
+    blocks: int = 0  # number of paired blocks
+    lost_until: int = 0  # last iteration whose records were deleted, over all ranks; 0 if none were
 
 
 class ReportBuilder:
@@ -250,12 +235,12 @@ def _rank(info: RankInfo, tally: Tally, brakes: Sequence[BrakeEvent], unknown: s
         harvest_unknown=unknown,
         brakes=[
             BrakeReport(
-                iteration=event.iteration,
-                slowdown=event.slowdown,
-                pairs=event.pairs,
-                until=event.until,
-                guard_ms=event.guard_ns / _MS,
+                iteration=its.iteration,
+                slowdown=its.slowdown,
+                pairs=its.pairs,
+                until=its.until,
+                guard_ms=its.guard_ns / _MS,
             )
-            for event in brakes
+            for its in brakes
         ],
     )

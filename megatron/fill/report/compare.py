@@ -15,15 +15,11 @@ from megatron.fill.types import JobState
 
 
 class Figure(NamedTuple):
-    """A figure of two runs; None where it is not known.
-
-    Attributes:
-        difference: the second less the first, as text; empty if one is not known.
-    """
+    """A figure of two runs, as text."""
 
     name: str
     values: tuple[str, str]
-    difference: str
+    difference: str  # the second less the first; empty if one is not known
 
 
 def compared(first: Report, second: Report) -> Iterator[Figure]:

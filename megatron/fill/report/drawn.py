@@ -13,17 +13,11 @@ MANY = 16  # ranks, above which they are not drawn or listed one by one
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The segment and the ranks that the picture and the trace show.
-
-    Attributes:
-        segment: the segment's number.
-        ranks: the ranks' numbers, ascending.
-        what: description of the ranks, such as ``data-parallel rank 3 of 128``; empty if all ranks are drawn.
-    """
+    """The segment and the ranks that the picture and the trace show, by their numbers."""
 
     segment: int
     ranks: tuple[int, ...]
-    what: str
+    what: str  # description of the ranks, such as ``data-parallel rank 3 of 128``; empty if all ranks are drawn
 
 
 def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
@@ -52,7 +46,6 @@ def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
 
 
 def _what(place: tuple[int, int], places: list[tuple[int, int]]) -> str:
-    """Describe a replica, for example ``data-parallel rank 3 of 128``."""
     parts = []
     for at, name in enumerate(("data", "tensor")):
         several = len({one[at] for one in places})

@@ -43,7 +43,7 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
 
 
 def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
-    """Return the later record with the work, steps and harvest of both."""
+    """Return the later record, with the sums of both."""
     return replace(
         job,
         work_done=before.work_done + job.work_done,

@@ -84,7 +84,6 @@ def write_page(
 
 
 def _series(report: Report, files_of_ranks: Iterable[RankFiles]) -> Series | None:
-    """Add up all ranks' records over the iterations; None if there is no iteration."""
     edges = [(one.first_iteration, one.last_iteration) for one in report.segments]
     firsts, lasts = ([edge for edge in side if edge is not None] for side in zip(*edges, strict=True))
     if not firsts:

@@ -73,11 +73,7 @@ class RankPart:
 
 
 def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:
-    """Return the part of one rank, from its record and those of the workers that ran in its bubbles.
-
-    Args:
-        known: True if the workers' records are complete.
-    """
+    """Return the part of one rank, from its record and those of its workers, if all of them are ``known``."""
     its, bubbles = seen.iterations, _known_apart(seen.bubbles, workers)
     # Bubbles of an iteration that was cut off are left out of the shares, since its time is unknown.  Sums that stand
     # for older bubbles (index -1) are of completed iterations.
@@ -153,10 +149,7 @@ def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int
 
 
 def _harvested_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> list[int]:
-    """Return the ns that each worker harvested before jobs had settled, and after the last bubble that was recorded.
-
-    A rank that is killed loses the record of its last bubbles.
-    """
+    """Return the ns that each worker harvested before jobs had settled, and after the last bubble that was recorded."""
     last = int(bubbles.seq.max(initial=0))
     after = _of_uses(workers, "seq", "seq", last + 1)
     return _harvested_in(np.append(bubbles.seq[bubbles.settling], after), workers)
@@ -191,13 +184,11 @@ def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], apart: Sequen
 
 
 def _by_kind(seen: Seen, chosen: np.ndarray) -> dict[BubbleKind, int]:
-    """Return the ns of the chosen bubbles of the pipeline, by kind."""
     kinds, durations = seen.bubbles.kind[chosen], seen.bubbles.duration[chosen]
     return {kind: int(durations[kinds == KINDS.index(kind)].sum()) for kind in PIPELINE_KINDS}
 
 
 def _of_uses(workers: Sequence[WorkerRecord], name: str, by: str, least: int) -> np.ndarray:
-    """Return the field ``name`` of all uses whose field ``by`` is at least ``least``."""
     values, known = (
         np.array([value for worker in workers for value in column(worker.uses, field)], dtype=np.int64)
         for field in (name, by)

@@ -16,7 +16,7 @@ ALL = "all"
 
 
 def new_table(title: str, *headings: str) -> Table:
-    """Return an empty table in the report's style; its headings are as for ``plain_table``."""
+    """Return an empty ``plain_table`` in the report's style."""
     style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": True, "show_edge": False, "title_justify": "left"}
     return plain_table(*headings, gap=1, title=title, **style)
 

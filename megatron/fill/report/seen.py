@@ -52,8 +52,6 @@ class Bubbles:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The record of one rank."""
-
     info: RankInfo
     iterations: IterationTimes
     bubbles: Bubbles

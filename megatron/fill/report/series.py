@@ -21,26 +21,16 @@ _MS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """A stretch of iterations, of all ranks and segments; None where there is nothing to say.
+    """A stretch of iterations, of all ranks and segments; None where there is nothing to say."""
 
-    Attributes:
-        iteration: the number of its first iteration.
-        harvest: harvested time over fillable time.
-        filled_ms, unfilled_ms: mean duration of its iterations with and without filling.
-    """
-
-    iteration: int
-    harvest: float | None
-    filled_ms: float | None
+    iteration: int  # the number of its first iteration
+    harvest: float | None  # harvested time over fillable time
+    filled_ms: float | None  # mean duration of its iterations with filling
     unfilled_ms: float | None
 
 
 class Series:
-    """Adds up the records of ranks, one after the other.
-
-    Args:
-        first, last: numbers of the first and the last iteration of the run.
-    """
+    """Sums over the records of ranks, for a run with the iterations ``first`` to ``last``."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first = first

@@ -49,7 +49,7 @@ _NAME = 0.012  # share of the width that a letter of a share takes
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a bar: a name, its seconds, and its share of the bar's wall time."""
+    """A part of a bar: a name, its time, and its share of the bar's wall time."""
 
     name: str
     time_s: float
@@ -88,11 +88,10 @@ def height_in(accounts: Sequence[AccountReport]) -> float:
 
 
 def draw_shares(figure: Figure, accounts: Sequence[AccountReport], left_in: float, right_in: float) -> None:
-    """Draw a bar per rank at the figure's bottom, with the shares of all ranks in the legend.
+    """Draw a bar per rank at the figure's bottom, between these inches left and right of it.
 
     Args:
-        accounts: those of the ranks to draw, then that of all ranks.
-        left_in: inches left of the bars; ``right_in``: right of them.
+        accounts: those of the ranks to draw, then that of all ranks, whose shares are in the legend.
     """
     from matplotlib.patches import Patch
 

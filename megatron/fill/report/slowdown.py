@@ -25,11 +25,7 @@ def paired_slowdown(iterations: Iterable[Iteration]) -> Slowdown | None:
 
 
 def watching_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
-    """Compare each unwatched iteration with its two neighbours, which are watched and not filled either.
-
-    Returns:
-        None if no unwatched iteration has two such neighbours in its block.
-    """
+    """Compare unwatched iterations with their two neighbours in the block, watched and not filled; None for no such."""
     at = {one.iteration: one for one in iterations}
     values = []
     for middle in iterations:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.fill.display import amount, counted, one_line, percent, state_colour
+from megatron.fill.display import STATE_COLOURS, amount, counted, one_line, percent
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
@@ -71,10 +71,11 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_job_table(shown), "")
         for line in [*_more_jobs(report.jobs, len(shown)), *_result_lines(shown)]:
             console.print(line, highlight=False, markup=False)
+    settling_s = report.total.settling_s
     lines = [
         *_segment_lines(report.segments),
         *_record_lines(report),
-        *_settling_lines(report.total),
+        *([f"bubbles that passed while jobs started, in no ratio: {settling_s:,.2f} s"] if settling_s else []),
         *_outside_lines(report.total),
         *late_lines(report.late),
         *_lines(report, report.segments[-1].paired_blocks if report.segments else 0),
@@ -127,7 +128,6 @@ def _rank_cells(totals: Totals) -> list[str]:
 
 
 def _use_table(report: Report) -> Table:
-    """Return a table of the uses of the bubble time with filling on, in percent."""
     total = report.total.time_use_ns
     least_ns = _LEAST * sum(total.values())
     used = [use for use in TimeUse if use is TimeUse.STEPS or total[use] > least_ns]
@@ -148,7 +148,7 @@ def _job_table(jobs: Sequence[JobReport]) -> Table:
     for job in jobs:
         table.add_row(
             escape(one_line(job.name)),
-            f"[{state_colour(job.state)}]{job.state}[/]",
+            f"[{STATE_COLOURS[job.state]}]{job.state}[/]",
             "-" if job.rank is None else str(job.rank),
             escape(one_line(f"{amount(job.work_done)} {job.unit}".rstrip())),
             "-" if job.rate is None else amount(job.rate),
@@ -166,7 +166,6 @@ def _more_jobs(jobs: Sequence[JobReport], shown: int) -> list[str]:
 
 
 def _result_lines(jobs: Sequence[JobReport]) -> list[str]:
-    """Return a line for each job with the first values that its task reported."""
     lines = [f"{one_line(job.name)}: {_result(job.result)}" for job in jobs if job.result]
     return ["Results", *(f"  {line}" for line in lines), ""] if lines else []
 
@@ -250,12 +249,6 @@ def _lines(report: Report, paired_blocks: int) -> list[str]:
     lines.append(f"bubble to first step: {opening}")
     lines.append(f"overrun of the bubble: {overrun}")
     return lines
-
-
-def _settling_lines(total: Totals) -> list[str]:
-    return (
-        [f"bubbles that passed while jobs started, in no ratio: {total.settling_s:,.2f} s"] if total.settling_s else []
-    )
 
 
 def _outside_lines(total: Totals) -> list[str]:

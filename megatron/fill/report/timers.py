@@ -29,11 +29,7 @@ _PAIRS = (
 
 
 def timers(records: Sequence[AccountRecord], accounts: Sequence[AccountReport]) -> list[TimerReport]:
-    """Return Megatron's timers over all ranks and segments, those first that the account has too.
-
-    Args:
-        accounts: the ranks' accounts by these records, and that of all ranks at the end.
-    """
+    """Return Megatron's timers over all ranks and segments; ``accounts`` are those of these records."""
     sums: defaultdict[str, float] = defaultdict(float)
     for record in records:
         for name, time_s in record.timers.items():

@@ -102,7 +102,6 @@ class _Words:
 
 
 def _add_opened(use: dict[TimeUse, int], bubbles: Bubbles, opened: np.ndarray, words: _Words) -> None:
-    """Add the bubbles in which the gate was open."""
     duration = bubbles.duration[opened]
     harvested = np.minimum(words.harvested, duration)
     taken = np.clip(words.left - bubbles.start[opened], harvested, duration)

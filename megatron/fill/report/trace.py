@@ -28,10 +28,8 @@ def write_trace(
 ) -> None:
     """Write the trace of a few iterations: one process per rank, with threads main job, bubbles and side task.
 
-    The iterations are the last ones with steps of jobs, or the last ones if there are no steps.
-
     Args:
-        iterations: number of iterations to write.
+        iterations: number of iterations to write, which ``choose_window`` chooses.
         what: description of the ranks, if not all are written.
         accounts: accounts of the run; those of the ranks that are written go into ``otherData``.
     """

@@ -57,14 +57,11 @@ def near[T](values: Sequence[T], window: Window) -> Sequence[T]:
 
 
 def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int) -> Window | None:
-    """Choose ``iterations`` consecutive iterations that all ranks recorded.
+    """Choose ``iterations`` consecutive iterations that all ranks recorded; None if they have none in common.
 
     Preferred are iterations with filling on and steps of jobs in each, then iterations with filling on: a run that ends
     in a block with filling off, or after its jobs, is still shown at work.  Then a window without an evaluation inside
     is preferred, and then the last one.
-
-    Returns:
-        None if the ranks have no iteration in common.
     """
     if not ranks or iterations < 1:
         return None

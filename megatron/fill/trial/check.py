@@ -14,8 +14,9 @@ from megatron.fill.agent.admission import default_user, environment
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.jobs import JobSpec, distinct
 from megatron.fill.linux import host
+from megatron.fill.linux.isolated import program
 from megatron.fill.sidetask.examine import Examined
-from megatron.fill.trial.spec import NOTE, CheckSpec, program
+from megatron.fill.trial.spec import NOTE, CheckSpec
 from megatron.fill.untrusted import parse_json, plain
 
 _MOST_S = 120.0  # timeout for all jobs together: importing torch takes a while on a busy machine
@@ -31,9 +32,8 @@ def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[st
     Raises:
         ConfigError: the check itself failed.
     """
-    first = distinct(jobs)
     groups: dict[str, list[JobSpec]] = {}
-    for job in first:
+    for job in distinct(jobs):
         groups.setdefault(repr(sorted(job.env.items())), []).append(job)
     in_order = [job for group in groups.values() for job in group]
     with tempfile.TemporaryDirectory(prefix="pipefill-check-") as folder:
@@ -42,7 +42,10 @@ def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[st
             parent=os.getpid(),
             folder=folder,
             search=list(search),
-            groups=[{"env": group[0].env, "jobs": [_asked(job) for job in group]} for group in groups.values()],
+            groups=[
+                {"env": group[0].env, "jobs": [job.model_dump(include={"task", "args", "command"}) for job in group]}
+                for group in groups.values()
+            ],
             settings=dict(settings),
         )
         lines, notes, said = _run(spec)
@@ -53,15 +56,11 @@ def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[st
     return [known[job.kind] for job in jobs]
 
 
-def _asked(job: JobSpec) -> dict[str, Any]:
-    return {"task": job.task, "args": job.args, "command": None if job.command is None else list(job.command)}
-
-
 def _run(spec: CheckSpec) -> tuple[list[str], list[str], list[str]]:
     """Run the checker; return its answers, its notes on the folders to import from, and its error output, as lines."""
     user = default_user()
     checker = subprocess.Popen(
-        program("checker"),
+        program("megatron.fill.app.checker"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -106,8 +105,7 @@ def _sane(answer: dict[str, Any]) -> Examined:
     kinds = {"error": str, "raised": bool, "trace": str, "nodes": bool, "resumable": bool}
     if not all(isinstance(answer.get(name), kind) for name, kind in kinds.items()):
         raise ValueError("no answer of ours")
-    found = Examined(**answer)
-    return Examined(plain(found.error), found.raised, found.trace, found.nodes, found.resumable)
+    return Examined(**answer | {"error": plain(answer["error"])})
 
 
 def _unanswered(job: JobSpec, begun: bool, ended: object) -> Examined:
@@ -124,6 +122,5 @@ def _unanswered(job: JobSpec, begun: bool, ended: object) -> Examined:
 
 def _with_notes(found: Examined, notes: Sequence[str]) -> Examined:
     """Add the notes on folders to a failed check, since they may be the reason."""
-    if not found.error or found.raised or not notes:
-        return found
-    return Examined(f"{found.error} ({'; '.join(map(plain, notes))})")
+    more = found.error and not found.raised and notes
+    return Examined(f"{found.error} ({'; '.join(map(plain, notes))})") if more else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.fill.trial.result import Ended, RoundTrip, Steps, Trial, Use
+from megatron.fill.trial.result import Ended, RoundTrip, Steps, Trial
 
 _MIB = 1 << 20
 _LONG = 0.2  # share of a bubble above which a step wastes a good part of it
@@ -18,7 +18,7 @@ def hints(trial: Trial, max_overruns: int, kinds: bool) -> Iterator[str]:
 
     Args:
         max_overruns: number of violations after which a job is ended.
-        kinds: the task has several kinds of steps (nodes), so uneven steps are expected.
+        kinds: True if its steps are of several kinds (nodes), so that uneven ones are expected.
     """
     for callback in ("start()", "pause()"):
         took_ms = trial.callbacks_ms.get(callback, 0.0)
@@ -29,9 +29,12 @@ def hints(trial: Trial, max_overruns: int, kinds: bool) -> Iterator[str]:
     if trial.steps is not None:
         yield from _of_steps(trial.steps, trial.bubble_ms, kinds)
     if trial.use is not None and trial.use.offences:
-        yield _of_offences(trial.use, trial.grace_ms, max_overruns)
+        times = f"{trial.use.offences} times" if trial.use.offences > 1 else "once"
+        beyond = f"It ran on after its bubble by more than {trial.grace_ms:g} ms (grace_ms) {times}"
+        yield f"{beyond}; {max_overruns} times (max_overruns) end a job."
     if trial.memory_bytes is None and trial.peak_bytes:
-        yield f"It has no cap: with `memory: {_cap_mib(trial.peak_bytes)}MiB` it could harm nobody beyond that."
+        cap_mib = -(-3 * trial.peak_bytes // (2 * 64 * _MIB)) * 64  # 1.5 times the peak, in steps of 64 MiB
+        yield f"It has no cap: with `memory: {cap_mib}MiB` it could harm nobody beyond that."
     if trial.command or trial.checkpoint.outcome is RoundTrip.NOT_RESUMABLE:
         what = "A command" if trial.command else "Without state_dict() and load_state_dict() it"
         yield f"{what} begins again from its start in every run that does not finish it."
@@ -53,16 +56,3 @@ def _of_steps(steps: Steps, bubble_ms: float, kinds: bool) -> Iterator[str]:
     if steps.p99_ms > _UNEVEN * steps.p50_ms and steps.p99_ms - steps.p50_ms > _UNEVEN_MS:
         times = f"{steps.p99_ms / steps.p50_ms:.0f} times the median"
         yield f"The slowest steps take {times}: if that is their nature, tell kinds of steps apart with next_node."
-
-
-def _of_offences(use: Use, grace_ms: float, max_overruns: int) -> str:
-    times = f"{use.offences} times" if use.offences > 1 else "once"
-    return (
-        f"It ran on after its bubble by more than {grace_ms:g} ms (grace_ms) {times}; {max_overruns} times "
-        "(max_overruns) end a job."
-    )
-
-
-def _cap_mib(peak_bytes: int) -> int:
-    """Return one and a half times the peak in MiB, rounded up to a multiple of 64."""
-    return -(-3 * peak_bytes // (2 * 64 * _MIB)) * 64

@@ -49,13 +49,9 @@ class RoundTrip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Durations of the most recent steps, in ms.
+    """Durations of the most recent steps, in ms."""
 
-    Attributes:
-        count: number of all steps.
-    """
-
-    count: int
+    count: int  # of all steps
     p50_ms: float
     p99_ms: float
     longest_ms: float

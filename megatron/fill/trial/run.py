@@ -90,7 +90,7 @@ def _enough(options: Options, before: Job, until_saved: bool) -> Callable[[Job],
 
     Args:
         before: the job in the store before the run.
-        until_saved: the run is long enough once the job has been saved.
+        until_saved: True if it has once the job has been saved.
     """
     end_s = time.monotonic() + options.startup_seconds
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.fill.linux import isolated
 from megatron.fill.spec import Spec
 
 NOTE = "PipeFill: "  # beginning of lines in their output that are notes on the sandbox
@@ -38,8 +37,8 @@ class StandInSpec(Spec):
         run_dir: its run folder, a new one.
         store: the URL of the job store that it serves.
         search: folders that its jobs are imported from.
-        bubble_s: duration of each bubble.
-        period_s: time from the start of one iteration, which has one bubble, to that of the next.
+        bubble_s: duration of the bubble in each iteration.
+        period_s: duration of an iteration.
         settings: values of ``FillSettings``, by field.
     """
 
@@ -50,8 +49,3 @@ class StandInSpec(Spec):
     bubble_s: float
     period_s: float
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-def program(name: str) -> list[str]:
-    """Return the command line of a process, ``checker`` or ``standin``."""
-    return isolated.program(f"megatron.fill.app.{name}")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from megatron.fill import untrusted
 from megatron.fill.errors import FillError
+from megatron.fill.linux.isolated import program
 from megatron.fill.records import RankFiles, last_segment
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import Job
-from megatron.fill.trial.spec import NOTE, StandInSpec, program
+from megatron.fill.trial.spec import NOTE, StandInSpec
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 
 _LOOK_S = 0.1
@@ -23,20 +24,13 @@ _END_S = 60.0  # time limit for its end: longer than its own wait for the warden
 
 @dataclass(frozen=True, slots=True)
 class TrialTraining:
-    """The records of a run.
+    """The records of a run."""
 
-    Attributes:
-        job: the job in the store after the run.
-        record, worker: records of the job's first attempt in the run, and of its worker; None if there was none.
-        rank: record of the stand-in; None if it failed.
-        notes: its notes on the sandbox of its jobs.
-    """
-
-    job: Job
-    record: JobRecord | None
-    worker: WorkerRecord | None
-    rank: RankRecord | None
-    notes: list[str]
+    job: Job  # in the store after the run
+    record: JobRecord | None  # of the job's first attempt in the run; None if there was none
+    worker: WorkerRecord | None  # of that attempt
+    rank: RankRecord | None  # of the stand-in; None if it failed
+    notes: list[str]  # of the stand-in on the sandbox of its jobs
 
 
 def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job], bool]) -> TrialTraining:
@@ -50,7 +44,8 @@ def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job
     with _standin(spec, log) as process:
         while not _over(store.get(job_id), before) and not enough(store.get(job_id)):
             if process.poll() is not None:
-                raise FillError(f"the main job that the job is tried beside does not run: {_last_line(log)}")
+                last = (_lines(log) or ["it said nothing"])[-1]
+                raise FillError(f"the main job that the job is tried beside does not run: {last}")
             time.sleep(_LOOK_S)
     left = RankFiles()
     with contextlib.suppress(FillError):
@@ -59,7 +54,8 @@ def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job
     rank = None
     with contextlib.suppress(FillError):
         rank = left.record()
-    return TrialTraining(store.get(job_id), record, worker, rank, _notes(log))
+    notes = [line.removeprefix(NOTE) for line in _lines(log) if line.startswith(NOTE)]
+    return TrialTraining(store.get(job_id), record, worker, rank, notes)
 
 
 def _over(job: Job, before: int) -> bool:
@@ -72,7 +68,7 @@ def _over(job: Job, before: int) -> bool:
 def _standin(spec: StandInSpec, log: Path) -> Iterator[subprocess.Popen[str]]:
     with log.open("w", encoding="utf-8") as said:
         process = subprocess.Popen(
-            program("standin"),
+            program("megatron.fill.app.standin"),
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,
@@ -95,16 +91,8 @@ def _standin(spec: StandInSpec, log: Path) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def _notes(log: Path) -> list[str]:
-    return [line.removeprefix(NOTE) for line in _lines(log) if line.startswith(NOTE)]
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return [line for line in untrusted.read_text(path).splitlines() if line.strip()]
     except (OSError, ValueError):
         return []
-
-
-def _last_line(path: Path) -> str:
-    return (_lines(path) or ["it said nothing"])[-1]

@@ -232,7 +232,7 @@ class TestCommands:
         page.announce(tmp_path)
         os.read(child(an_agent(page, acts=False)).out, 5)
         with pytest.raises(typer.Exit) as ended:
-            change(tmp_path, "PAUSED", as_json=False, wait_s=0.05)
+            change(tmp_path, RunState.PAUSED, as_json=False, wait_s=0.05)
         assert ended.value.exit_code == 1
         assert capsys.readouterr().out.split()[-1] == "no"
         assert page.state is RunState.PAUSED

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.fill.display import state_colour
+from megatron.fill.display import STATE_COLOURS
 from megatron.fill.report import Report, print_report
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.schema import Cycles
@@ -132,7 +132,7 @@ def test_a_job_in_any_state_is_printed() -> None:
     for state in JobState:
         text = printed(report_of(ranks, workers, [replace(job, status=Status(state)) for job in jobs]))
         assert text.count(state) == len({job.name for job in jobs})
-    colours = [state_colour(state) for state in JobState]
+    colours = [STATE_COLOURS[state] for state in JobState]
     assert len(set(colours)) == len(JobState)
 
 
