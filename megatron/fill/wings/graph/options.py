@@ -83,7 +83,9 @@ class Options:
         self.sizes = tuple(sizes)
         self.limit_s = limit_s * (1 + _ROUNDING)
         self.devices = costs.cluster.devices
-        parts = sorted({size // count for size in sizes for count in range(1, self.devices + 1) if size % count == 0})
+        divided = [(size, count) for size in sizes for count in range(1, self.devices + 1) if size % count == 0]
+        self._widest = max(count for _, count in divided)  # devices of a stage
+        parts = sorted({size // count for size, count in divided})
         tables = [[sum(passes) / part for passes in costs.each(part)] for part in parts]
         self._least = [min(column) for column in zip(*tables, strict=True)]
         self._loads: dict[int, float] = {}
@@ -116,7 +118,7 @@ class Options:
 
     def fits(self, mask: int, most: int) -> bool:
         """True unless the load of these operators alone rules out a single stage on ``most`` devices."""
-        return self.load(mask) <= most * self.limit_s
+        return self.load(mask) <= min(most, self._widest) * self.limit_s
 
     def stages(self, mask: int, need: tuple[int, ...], most: int) -> tuple[Entry, ...]:
         """The stages of these operators on at most ``most`` devices, without those that another one matches.
