@@ -303,7 +303,7 @@ def _waits(job: RecordedMainJob, samples: Sequence[IterationSample], stages: Seq
     costs = replace(job.costs(samples), stages=means, p2p_ns=transfer_ns)
     said_ns = job.timeline(costs).period_ns
     rest_ns = job.timeline(replace(costs, stages=(StageCost(0, 0),) * len(stages))).period_ns
-    found_ns = median(sample.end_ns - sample.start_ns for sample in samples)
+    found_ns = median(sample.period_ns for sample in samples)
     return max(1.0, (found_ns - rest_ns) / (said_ns - rest_ns)) if said_ns > rest_ns else 1.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from statistics import fmean
 
 from megatron.fill.pipeline.program import Key, Program, eager
@@ -88,32 +87,20 @@ class RecordedTransfers:
             if step.transfers
         ]
 
-    def times_ns(self, parts: Sequence[RecordedIteration], collectives: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """Return the durations of an iteration's transfers once both sides were ready.
-
-        Returns:
-            The mean over transfers that a rank had to wait for; and per rank the duration of each wait's transfer.  If
-            no rank had to wait, the duration is the mean, or less if the transfer had ended earlier.
-        """
+    def mean_ns(self, parts: Sequence[RecordedIteration], collectives: int) -> int:
+        """Return the mean duration, once both sides were ready, of the transfers that a rank had to wait for."""
         ends = [_step_ends(part, places, collectives) for part, places in zip(parts, self._places, strict=True)]
         times = []
-        bounds: list[list[tuple[float, float]]] = [[] for _ in parts]  # bounds from the records on each wait's transfer
         for rank, number, posts in self._waits:
             waited = ends[rank].get((number, True))
             posted = [ends[other].get((step, False)) for other, step in posts]
             came = ends[rank].get((number - 1, False))
             if waited is None or came is None or None in posted:
-                bounds[rank].append((0, inf))
                 continue
             time_ns = max(0, waited - max(end for end in posted if end is not None))
             if came + time_ns <= waited:
-                bounds[rank].append((time_ns, time_ns))
                 times.append(time_ns)
-            else:
-                bounds[rank].append((0, time_ns))
-        mean_ns = int(fmean(times)) if times else 0
-        rows = [tuple(int(min(max(mean_ns, low), high)) for low, high in row) for row in bounds]
-        return mean_ns, tuple(rows)
+        return int(fmean(times)) if times else 0
 
 
 @dataclass(frozen=True, slots=True)
