@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 from hypothesis import strategies as st
 
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.scheduler.policies import POLICIES
+from megatron.fill.scheduler.policies import POLICIES, parse_policy
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.types import BubbleKind
+from megatron.fill.wings.sim.cluster import simulate
+from megatron.fill.wings.sim.cluster.fleet import Seats
+from megatron.fill.wings.sim.cluster.queue import RankedQueue
+from megatron.fill.wings.sim.cluster.rates import Rates
+from megatron.fill.wings.sim.cluster.sight import FullSight
 from megatron.fill.wings.sim.values import (
     DeviceGroup,
     Failures,
@@ -16,6 +24,7 @@ from megatron.fill.wings.sim.values import (
     RuntimeModel,
     Scenario,
     SimJob,
+    SimOutcome,
 )
 
 MS = 1_000_000
@@ -114,3 +123,34 @@ def scenarios(draw: st.DrawFn, policies: st.SearchStrategy[str], most_devices: i
     return Scenario(
         draw(main_jobs(most_devices)), found, jobs, draw(st.sampled_from([600.0, 50.0])), policy, runtime, failures
     )
+
+
+class ScannedSeats(Seats):
+    """Seats that are searched one by one."""
+
+    def free(self, device, offer) -> None:
+        self.offers[device] = offer
+
+    def lowest(self, kinds: Iterable[str]) -> int | None:
+        wanted = set(kinds)
+        found = (index for index, offer in enumerate(self.offers) if offer is not None and wanted & offer.fits.keys())
+        return next(found, None)
+
+
+class EachByItself(simulate.Cluster):
+    """A cluster that looks at each device by itself, and ranks all jobs that it may take, each time again."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        for device in self.devices:
+            device.rates = Rates(self.groups[device.group].group.cycle, scenario.kinds, scenario.runtime)
+        self.sight = FullSight(self.usage, self.devices)
+        self.queue = RankedQueue(parse_policy(scenario.policy), self.sight)
+        self.resident_seats, self.tail_seats = ScannedSeats(len(self.devices)), ScannedSeats(len(self.devices))
+
+
+def simulate_each(scenario: Scenario) -> SimOutcome:
+    """The outcome by ``EachByItself``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate, "Cluster", EachByItself)
+        return simulate.simulate(scenario)

@@ -15,7 +15,7 @@ from megatron.fill.status import Status
 from megatron.fill.store.values import DeviceEntry, Progress
 from megatron.fill.types import BubbleKind, JobState
 from megatron.fill.wings.sim.cluster.fleet import FleetDevice
-from megatron.fill.wings.sim.cluster.queue import Queue, RankedQueue, SteadyQueue
+from megatron.fill.wings.sim.cluster.queue import RankedQueue, SteadyQueue
 from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.cluster.sight import FullSight, Waiting
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel, SimJob
@@ -95,21 +95,21 @@ class Resident:
         self.due_s = due_s
 
 
-def simulated(policy_text: str, busy_s: dict[str, float | None], now_s: float, queue: type[Queue]) -> list[str]:
+def simulated(policy_text: str, busy_s: dict[str, float | None], now_s: float, steady: bool) -> list[str]:
     """The same in the simulator."""
     policy = parse_policy(policy_text)
     kinds = [FillKind(name, "steps", (profile(node_ms),), 1.0) for name, (node_ms, *_) in JOBS.items()]
     runtime = RuntimeModel(margin_bytes=0)
     lengths = {"rank 0": HERE_MS, **OTHERS_MS}
     devices = [
-        FleetDevice(at, name, 0, at, Rates(cycle(*ms), kinds, runtime)) for at, (name, ms) in enumerate(lengths.items())
+        FleetDevice(at, name, at, Rates(cycle(*ms), kinds, runtime)) for at, (name, ms) in enumerate(lengths.items())
     ]
     for device in devices:
         device.up = True
         until_s = busy_s.get(device.name)
         device.resident = None if until_s is None else Resident(now_s + until_s)  # type: ignore[assignment]
     sight = FullSight(Usage(), devices)  # type: ignore[arg-type]
-    waiting = queue(policy) if queue is SteadyQueue else queue(policy, sight)  # type: ignore[call-arg]
+    waiting = SteadyQueue(policy) if steady else RankedQueue(policy, sight)
     for number, (name, (_, work, user, priority, deadline_s)) in enumerate(JOBS.items()):
         due_s = None if deadline_s is None else now_s + deadline_s
         waiting.add(Waiting(number, SimJob(number, name, name, 0.0, work, due_s, user, priority), work, 0))
@@ -126,9 +126,9 @@ def test_a_run_and_the_simulator_take_jobs_in_one_order(policy, busy):
     busy_s = dict(zip(OTHERS_MS, busy, strict=True))
     order = in_a_run(policy, busy_s, now_s)
     assert sorted(order) == sorted(JOBS)
-    assert order == simulated(policy, busy_s, now_s, RankedQueue)
+    assert order == simulated(policy, busy_s, now_s, steady=False)
     if parse_policy(policy).steady:
-        assert order == simulated(policy, busy_s, now_s, SteadyQueue)
+        assert order == simulated(policy, busy_s, now_s, steady=True)
 
 
 def test_the_longest_leads_for_the_makespan():

@@ -272,18 +272,17 @@ def test_groups_cover_the_gpus_and_time_is_conserved(tp, pp, dp, recompute, sche
     its = job(tp=tp, pp=pp, dp=dp, recompute=recompute, schedule=schedule)
     groups = its.groups()
     assert [group.name for group in groups] == [f"stage {stage}" for stage in range(pp)]
-    assert sum(group.count for group in groups) == its.gpus == tp * pp * dp
+    assert sum(group.count for group in groups) == its.parallel.gpus == tp * pp * dp
     bubbles = sum(group.cycle.bubble_ns for group in groups)
     assert bubbles / pp / groups[0].cycle.period_ns == pytest.approx(its.bubble_share)
     for stage, group in enumerate(groups):
         assert {slot.free_bytes for slot in group.cycle.slots} <= {its.free_bytes(stage)}
-    assert sum(cycle.bubble_ns for cycle in its.cycles(join_fill_drain=True)) == bubbles
 
 
 def tflops_per_gpu(its):
     """Model FLOPs per second and GPU, bubbles included, in units of 10^12."""
     flops = model_flops(its.model, its.parallel.global_batch * its.model.sequence)
-    return flops / its.iteration_s / its.gpus / 1e12
+    return flops / its.iteration_s / its.parallel.gpus / 1e12
 
 
 def test_flops_are_no_more_than_the_efficiency_allows():
@@ -291,8 +290,6 @@ def test_flops_are_no_more_than_the_efficiency_allows():
     busy = (1 - its.bubble_share) * A100.peak_flops * 0.5 / 1e12
     assert tflops_per_gpu(its) == pytest.approx(busy, rel=1e-6)
     assert tflops_per_gpu(job(tp=2, dp=4, efficiency=0.5)) < busy
-    tokens = 32 * 1024
-    assert its.days(100 * tokens) == pytest.approx(100 * its.iteration_s / 86400)
 
 
 def test_days_and_bubbles_of_pipefills_40b_study():
@@ -313,7 +310,8 @@ def test_days_and_bubbles_of_pipefills_40b_study():
             precision=Precision.FP16,
         )
         main = MainJob("llm", MODELS["gpt-40b"], GPUS["v100-16gb"], NETWORKS["p3dn.24xlarge"], its, 0.575)
-        found.append((main.gpus, main.days(1e12), main.bubble_share))
+        iterations = 1e12 / (its.global_batch * main.model.sequence)  # of 10^12 tokens
+        found.append((its.gpus, iterations * main.iteration_s / 86400, main.bubble_share))
     assert [gpus for gpus, _, _ in found] == [1024, 4096, 8192]
     assert [days for _, days, _ in found] == pytest.approx([82, 34, 26], rel=0.06)
     assert [share for _, _, share in found] == pytest.approx([0.26, 0.47, 0.58], abs=0.01)

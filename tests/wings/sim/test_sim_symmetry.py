@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from megatron.fill.scheduler import policies
 from megatron.fill.wings.sim.cluster.simulate import simulate
 from megatron.fill.wings.sim.values import Scenario, SimOutcome
-from tests.support.clusters import any_policy, scenarios
+from tests.support.clusters import any_policy, scenarios, simulate_each
 
 
 def both(scenario: Scenario) -> tuple[SimOutcome, SimOutcome]:
-    found = [simulate(replace(scenario, symmetric=symmetric)) for symmetric in (True, False)]
-    return replace(found[0], wall_s=0.0), replace(found[1], wall_s=0.0)
+    return replace(simulate(scenario), wall_s=0.0), replace(simulate_each(scenario), wall_s=0.0)
 
 
 @given(scenarios(any_policy))

@@ -6,14 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.status import Status
 from megatron.fill.store import Progress, open_store
 from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
-from megatron.fill.wings.sim.filljobs.trace import load_trace, parse_duration, write_trace
+from megatron.fill.wings.sim.filljobs.trace import load_trace, parse_duration
 from megatron.fill.wings.sim.values import SimJob
 from megatron.fill.work import NewJob, Work
 from tests.support.clusters import kind, profile
@@ -85,43 +83,6 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "binary").write_bytes(b"arrival,kind,size\n\xff\xfe,fast,1\n")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         load_trace(tmp_path / "binary", KINDS)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_trace(tmp_path / "none" / "trace.csv", [], KINDS)
-
-
-seconds = st.floats(0, 1e9, allow_subnormal=False)
-texts = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=8)
-jobs = st.lists(
-    st.builds(
-        SimJob,
-        id=st.just(0),
-        name=texts.filter(bool),
-        kind=st.sampled_from(["fast", "slow"]),
-        arrival_s=seconds,
-        work=st.floats(1e-3, 1e9),
-        deadline_s=st.none() | seconds,
-        user=texts,
-        priority=st.integers(-9, 9),
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(jobs)
-@settings(max_examples=50)
-def test_a_trace_is_read_back(tmp_path_factory, written):
-    path = tmp_path_factory.mktemp("trace") / "trace.csv"
-    write_trace(path, written, KINDS)
-    for number, (before, after) in enumerate(zip(written, load_trace(path, KINDS), strict=True)):
-        assert after.id == number
-        assert (after.name, after.kind, after.user) == (before.name, before.kind, before.user)
-        assert (after.arrival_s, after.priority) == (before.arrival_s, before.priority)
-        assert after.work == pytest.approx(before.work)
-        if before.deadline_s is None:
-            assert after.deadline_s is None
-        else:
-            assert after.deadline_s == pytest.approx(max(before.deadline_s, before.arrival_s))
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1.5d", 129600), ("7", 7)])

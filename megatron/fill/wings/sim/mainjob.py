@@ -9,7 +9,6 @@ from megatron.fill.pipeline.bubbles import bubble_cycle, bubble_share, peak_acti
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.timeline import Timeline, simulate
-from megatron.fill.profiles import BubbleCycle
 from megatron.fill.wings.mainjob.analytic import CostModel
 from megatron.fill.wings.mainjob.hardware import GIB, GpuKind, Network
 from megatron.fill.wings.mainjob.memory import StageMemory, activation_bytes, stage_memory
@@ -17,8 +16,6 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
 from megatron.fill.wings.sim.values import DeviceGroup
-
-_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +92,6 @@ class MainJob:
             )
 
     @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return self.parallel.gpus
-
-    @property
     def microbatches(self) -> int:
         """Number of microbatches per data-parallel rank and iteration."""
         return self.parallel.microbatches
@@ -152,28 +144,13 @@ class MainJob:
         """Bubbles' share of all devices' time."""
         return bubble_share(self.timeline())
 
-    def cycles(self, join_fill_drain: bool = False) -> tuple[BubbleCycle, ...]:
-        """The bubble cycle of each stage's devices.
-
-        Args:
-            join_fill_drain: True to join the drain bubble and the next iteration's fill bubble, as in PipeFill.
-        """
-        timeline = self.timeline()
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        """The devices, ``tp * dp`` of each stage, with their bubble cycles."""
+        timeline, count = self.timeline(), self.parallel.tp * self.parallel.dp
         return tuple(
-            bubble_cycle(timeline, stage, self.free_bytes(stage), join_fill_drain) for stage in range(self.parallel.pp)
+            DeviceGroup(f"stage {stage}", count, bubble_cycle(timeline, stage, self.free_bytes(stage)))
+            for stage in range(self.parallel.pp)
         )
-
-    def groups(self, join_fill_drain: bool = False) -> tuple[DeviceGroup, ...]:
-        """The devices, ``tp * dp`` of each stage."""
-        count = self.parallel.tp * self.parallel.dp
-        return tuple(
-            DeviceGroup(f"stage {stage}", count, cycle) for stage, cycle in enumerate(self.cycles(join_fill_drain))
-        )
-
-    def days(self, tokens: float) -> float:
-        """Days of training for ``tokens`` tokens."""
-        per_iteration = self.parallel.global_batch * self.model.sequence
-        return tokens / per_iteration * self.iteration_s / _DAY_S
 
 
 _schedule = lru_cache(maxsize=64)(order_of)

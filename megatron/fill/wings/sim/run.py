@@ -23,8 +23,7 @@ from megatron.fill.wings.sim.filljobs.catalog import catalog_kinds, measured_kin
 from megatron.fill.wings.sim.filljobs.generate import generate
 from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
 from megatron.fill.wings.sim.filljobs.trace import load_trace
-from megatron.fill.wings.sim.filljobs.whatif import jobs_without_end, kinds_of_report
-from megatron.fill.wings.sim.recorded.measured import measured
+from megatron.fill.wings.sim.filljobs.whatif import jobs_without_end, kinds_of_report, measured
 from megatron.fill.wings.sim.results import SimResult, summarise
 from megatron.fill.wings.sim.sweep import Sweep, variants
 from megatron.fill.wings.sim.values import FillKind, MainJobRun, Scenario, SimJob
@@ -72,7 +71,12 @@ def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml, list[st
 
     Returns:
         Its name, the configuration, and lines that say what is assumed.
+
+    Raises:
+        ConfigError: there is no such run, or it cannot be simulated.
     """
+    if not report.exists():
+        raise ConfigError(f"{report}: cannot be read: it is not there; expected a run's folder, or its report.json")
     report = report / REPORT if report.is_dir() else report
     path = str(report.resolve())
     recorded: dict[str, Any] = {
@@ -82,21 +86,21 @@ def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml, list[st
     }
     (task,) = plan_runs(str(report), PlainYaml(recorded), (), (), None)
     planned = run_one(task).total
-    found = measured(report)
+    harvest, bubble_share = measured(report)
     runtime = {}
     notes = []
-    if found.harvest is None:
+    if harvest is None:
         notes.append("The report has no harvest; assumed: all work of a plan is done.")
     elif planned.fill > 0 and planned.bubble:
         of_plan = planned.fill / planned.bubble
-        runtime["harvest"] = min(1.0, found.harvest / of_plan)
+        runtime["harvest"] = min(1.0, harvest / of_plan)
         notes.append(
-            f"Assumed: with a job always there, bubbles are harvested as in the run: {found.harvest:.1%}, "
+            f"Assumed: with a job always there, bubbles are harvested as in the run: {harvest:.1%}, "
             f"where the planner's estimate is {of_plan:.1%}."
         )
-    if found.bubble_share is not None and planned.bubble is not None:
+    if bubble_share is not None and planned.bubble is not None:
         notes.append(
-            f"Bubbles are {found.bubble_share:.1%} of all of the run's iterations; of the usual ones, which are "
+            f"Bubbles are {bubble_share:.1%} of all of the run's iterations; of the usual ones, which are "
             f"repeated here, {planned.bubble:.1%}."
         )
     main = recorded["main_jobs"][0] | ({} if gpus is None else {"gpus": gpus})

@@ -43,12 +43,6 @@ class MainJobRun:
     start_s: float = 0.0
     end_s: float = inf
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start_s < self.end_s:
-            raise ValueError(
-                f"main job {self.name!r}: from {self.start_s} to {self.end_s} s; expected 0 <= start < end"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class FillKind:
@@ -58,14 +52,12 @@ class FillKind:
         unit: unit of its work, such as ``samples``.
         profiles: the planner's profiles, one per configuration in which it can run.
         alone_rate: work per second on an otherwise idle device, in the best configuration there.
-        source: source of the profiles: measured or published, and by whom.
     """
 
     name: str
     unit: str
     profiles: tuple[JobProfile, ...]
     alone_rate: float
-    source: str = ""
 
     def __post_init__(self) -> None:
         if not self.profiles:
@@ -126,15 +118,6 @@ class RuntimeModel:
     checkpoint_s: float = 300.0
     tail: bool = True
 
-    def __post_init__(self) -> None:
-        least = min(self.reserve_ns, self.margin_bytes, self.start_s)
-        shares = 0 < self.harvest <= 1 and 0 < self.step_efficiency <= 1
-        if not (least >= 0 and shares and self.start_s < inf and self.checkpoint_s > 0):
-            raise ValueError(
-                "expected reserve_ns, margin_bytes and start_s of at least 0, harvest and step_efficiency above 0 and"
-                f" up to 1, checkpoint_s above 0; got {self}"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Failures:
@@ -149,19 +132,10 @@ class Failures:
     restart_s: float = 600.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not (self.mtbf_s > 0 and 0 <= self.restart_s < inf and self.seed >= 0):
-            raise ValueError(f"expected mtbf_s above 0, restart_s and seed of at least 0; got {self}")
-
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A whole simulation.
-
-    Attributes:
-        symmetric: True to treat like devices together as long as they do not differ; False to handle each separately,
-            as a check of the former.
-    """
+    """A whole simulation."""
 
     main_jobs: tuple[MainJobRun, ...]
     kinds: tuple[FillKind, ...]
@@ -170,7 +144,6 @@ class Scenario:
     policy: str = "priority"
     runtime: RuntimeModel = field(default_factory=RuntimeModel)
     failures: Failures = field(default_factory=Failures)
-    symmetric: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.duration_s < inf:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from megatron.fill.wings.sim.cluster.progress import SimulatedAttempt
 from megatron.fill.wings.sim.cluster.rates import Offer, Rates
 
 
+@dataclass(slots=True, eq=False)
 class FleetDevice:
     """A device of a main job.
 
@@ -19,65 +20,33 @@ class FleetDevice:
         up: True while its main job runs.
     """
 
-    __slots__ = ("group", "index", "main", "name", "rates", "resident", "tail", "up")
-
-    def __init__(self, index: int, name: str, main: int, group: int, rates: Rates) -> None:
-        self.index = index
-        self.name = name
-        self.main = main
-        self.group = group
-        self.rates = rates
-        self.up = False
-        self.resident: SimulatedAttempt | None = None
-        self.tail: SimulatedAttempt | None = None
+    index: int
+    name: str
+    group: int
+    rates: Rates
+    up: bool = False
+    resident: SimulatedAttempt | None = None
+    tail: SimulatedAttempt | None = None
 
 
-class Seats(ABC):
+class Seats:
     """Free seats of one kind (resident or tail), by device, each with its offer.
 
-    If several devices could take a job, the one with the lowest number asks first.
+    If several devices could take a job, the one with the lowest number asks first.  Each offer has a heap of its seats,
+    so that one device is asked among those that are alike; seats in it that are no longer free are removed when they
+    reach its top.
     """
 
     def __init__(self, devices: int) -> None:
         self.offers: list[Offer | None] = [None] * devices
-
-    def free(self, device: int, offer: Offer) -> None:
-        """Mark a device's seat as free, with this offer."""
-        self.offers[device] = offer
-
-    def close(self, device: int) -> None:
-        """Mark a device's seat as taken or unavailable."""
-        self.offers[device] = None
-
-    @abstractmethod
-    def lowest(self, kinds: Iterable[str]) -> int | None:
-        """Return the lowest device with a free seat that fits at least one of these job kinds, or None."""
-
-
-class ScannedSeats(Seats):
-    """Seats that are searched one by one."""
-
-    def lowest(self, kinds: Iterable[str]) -> int | None:
-        wanted = set(kinds)
-        found = (index for index, offer in enumerate(self.offers) if offer is not None and wanted & offer.fits.keys())
-        return next(found, None)
-
-
-class SortedSeats(Seats):
-    """Seats in a heap per offer, so that one device is asked among those that are alike.
-
-    A heap may contain seats that are no longer free; they are removed when they reach its top.
-    """
-
-    def __init__(self, devices: int) -> None:
-        super().__init__(devices)
         self._heaps: dict[Offer, list[int]] = {}
         self._by_kind: dict[str, dict[Offer, None]] = {}  # the offers with a heap
 
     def free(self, device: int, offer: Offer) -> None:
+        """Mark a device's seat as free, with this offer."""
         if self.offers[device] is offer:
             return
-        super().free(device, offer)
+        self.offers[device] = offer
         heap = self._heaps.get(offer)
         if heap is None:
             heap = self._heaps[offer] = []
@@ -85,7 +54,12 @@ class SortedSeats(Seats):
                 self._by_kind.setdefault(kind, {})[offer] = None
         heappush(heap, device)
 
+    def close(self, device: int) -> None:
+        """Mark a device's seat as taken or unavailable."""
+        self.offers[device] = None
+
     def lowest(self, kinds: Iterable[str]) -> int | None:
+        """Return the lowest device with a free seat that fits at least one of these job kinds, or None."""
         offers = {offer: None for kind in kinds for offer in self._by_kind.get(kind, ())}
         heads = [head for offer in offers if (head := self._head(offer)) is not None]
         return min(heads, default=None)

@@ -1,13 +1,15 @@
-"""Accounting of jobs and devices, during a simulation and at its end."""
+"""The jobs, main jobs and groups of devices of a simulation, with what is known of them so far."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.fill.profiles import BubbleCycle
 from megatron.fill.types import JobState
+from megatron.fill.wings.sim.cluster.fleet import FleetDevice
 from megatron.fill.wings.sim.cluster.progress import SimulatedAttempt
-from megatron.fill.wings.sim.values import DeviceGroup, FillKind, GroupOutcome, JobOutcome, MainJobRun, SimJob
+from megatron.fill.wings.sim.cluster.rates import Rates
+from megatron.fill.wings.sim.values import DeviceGroup, GroupOutcome, JobOutcome, MainJobRun, Scenario, SimJob
 
 
 @dataclass(slots=True)
@@ -85,26 +87,23 @@ class GroupEntry:
         )
 
 
-class Ledger:
-    """Accounts for attempts when they end.
+def inventory(scenario: Scenario) -> tuple[list[MainEntry], list[GroupEntry], list[FleetDevice]]:
+    """Return the main jobs, groups and devices in the scenario's order.
 
-    Args:
-        jobs: entries in the order of the scenario.
+    Devices with equal cycles share one ``Rates``.
     """
-
-    def __init__(self, jobs: Sequence[JobEntry], groups: Sequence[GroupEntry], kinds: Mapping[str, FillKind]) -> None:
-        self.jobs = jobs
-        self.groups = groups
-        self._kinds = kinds
-
-    def close(self, attempt: SimulatedAttempt, group: int, now_s: float, kept: float) -> None:
-        """Account for an attempt that has ended; ``kept`` is the job's saved work from now on."""
-        entry, place = self.jobs[attempt.job], self.groups[group]
-        seconds = now_s - attempt.claimed_s
-        entry.device_s += seconds
-        place.alone_s += (kept - entry.kept) / self._kinds[entry.job.kind].alone_rate
-        entry.kept, entry.present = kept, None
-        if attempt.tail:
-            place.tail_s += seconds
-        else:
-            place.resident_s += seconds
+    mains: list[MainEntry] = []
+    groups: list[GroupEntry] = []
+    devices: list[FleetDevice] = []
+    known: dict[BubbleCycle, Rates] = {}
+    for run in scenario.main_jobs:
+        first = len(devices)
+        main = MainEntry(run, first, first + sum(group.count for group in run.groups))
+        mains.append(main)
+        for group in run.groups:
+            if group.cycle not in known:
+                known[group.cycle] = Rates(group.cycle, scenario.kinds, scenario.runtime)
+            for one in range(group.count):
+                devices.append(FleetDevice(len(devices), f"{group.name}/{one}", len(groups), known[group.cycle]))
+            groups.append(GroupEntry(group, main))
+    return mains, groups, devices

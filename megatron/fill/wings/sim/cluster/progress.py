@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import floor, inf, isfinite
 
 from megatron.fill.wings.sim.cluster.rates import Fit
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedAttempt:
     """A job from its claim to the end of that claim.
 
-    Args:
+    Attributes:
         job: number of the job.
         work: total work of the job.
-        kept: work saved by earlier attempts.
+        kept: work contained in the last checkpoint before ``since_s``, perhaps of an earlier attempt.
         device: number of the device.
         tail: True if the job has the tail seat.
         checkpoint_s: seconds between checkpoints, from the first step on.
-
-    Attributes:
-        done: work done by ``since_s``; later work is done at ``rate`` per second.
-        kept: work contained in the last checkpoint before ``since_s``.
-        started_s: time of the first step; None before it.
-        due_s: time at which a resident job will be done; its rate never changes.
         token: number that is new for every claim and every change of rate; events with another one are outdated.
+        started_s: time of the first step; None before it.
+        done: work done by ``since_s``; later work is done at ``rate`` per second.
+        due_s: time at which a resident job will be done; its rate never changes.
     """
 
-    __slots__ = (
-        *("job", "work", "device", "tail", "fit", "claimed_s", "started_s"),
-        *("done", "kept", "since_s", "rate", "due_s", "token", "_checkpoint_s"),
-    )
+    job: int
+    work: float
+    kept: float
+    device: int
+    tail: bool
+    fit: Fit
+    claimed_s: float
+    checkpoint_s: float
+    token: int
+    started_s: float | None = None
+    done: float = field(init=False)
+    since_s: float = field(init=False)
+    rate: float = 0.0
+    due_s: float = inf
 
-    def __init__(
-        self,
-        job: int,
-        work: float,
-        kept: float,
-        device: int,
-        tail: bool,
-        fit: Fit,
-        claimed_s: float,
-        checkpoint_s: float,
-    ) -> None:
-        self.job = job
-        self.work = work
-        self.device = device
-        self.tail = tail
-        self.fit = fit
-        self.claimed_s = self.since_s = claimed_s
-        self.started_s: float | None = None
-        self.done = self.kept = kept
-        self.rate = 0.0
-        self.due_s = inf
-        self.token = 0
-        self._checkpoint_s = checkpoint_s
+    def __post_init__(self) -> None:
+        self.done, self.since_s = self.kept, self.claimed_s
 
     def begin(self, now_s: float) -> None:
         """Record the start of the first step."""
@@ -63,8 +51,8 @@ class SimulatedAttempt:
         """Update the work done and saved to ``now_s``."""
         if self.started_s is None:
             return
-        if isfinite(self._checkpoint_s):
-            last_s = self.started_s + floor((now_s - self.started_s) / self._checkpoint_s) * self._checkpoint_s
+        if isfinite(self.checkpoint_s):
+            last_s = self.started_s + floor((now_s - self.started_s) / self.checkpoint_s) * self.checkpoint_s
             if self.since_s <= last_s <= now_s:
                 self.kept = self._done_at(last_s)
         self.done = self._done_at(now_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection
@@ -16,30 +15,7 @@ from megatron.fill.wings.sim.cluster.rates import Fit, Offer
 from megatron.fill.wings.sim.cluster.sight import Sight, Waiting, view
 
 
-class Queue(ABC):
-    """The waiting jobs."""
-
-    @property
-    @abstractmethod
-    def kinds(self) -> Collection[str]:
-        """Kinds of the jobs that a device would be offered now."""
-
-    @abstractmethod
-    def add(self, waiting: Waiting) -> None:
-        """Add a job."""
-
-    @abstractmethod
-    def take(self, device: FleetDevice, offer: Offer, now_s: float) -> Waiting:
-        """Remove and return the job that this seat takes.
-
-        At least one of ``kinds`` must fit the offer.
-
-        Raises:
-            ConfigError: a score function failed, or its results cannot be compared.
-        """
-
-
-class RankedQueue(Queue):
+class RankedQueue:
     """Ranks the jobs again for each seat with ``rank_jobs``; if the policy is not steady, only the oldest ones."""
 
     def __init__(self, policy: Policy, sight: Sight) -> None:
@@ -53,6 +29,7 @@ class RankedQueue(Queue):
 
     @property
     def kinds(self) -> Collection[str]:
+        """Kinds of the jobs that a device would be offered now."""
         return self._kinds.keys()
 
     def add(self, waiting: Waiting) -> None:
@@ -65,6 +42,11 @@ class RankedQueue(Queue):
             heappush(self._later, self._dismiss(len(self._first) - 1))
 
     def take(self, device: FleetDevice, offer: Offer, now_s: float) -> Waiting:
+        """Remove and return the job that this seat takes; at least one of ``kinds`` must fit the offer.
+
+        Raises:
+            ConfigError: a score function failed, or its results cannot be compared.
+        """
         state, here = self._sight.state(device, offer, [self._jobs[number] for _, number in self._first], now_s)
         number = rank_jobs(self._policy, state, here)[0]
         self._dismiss(bisect_left(self._first, self._jobs[number].key))
@@ -85,10 +67,10 @@ class RankedQueue(Queue):
         return key
 
 
-class SteadyQueue(Queue):
-    """Keeps the jobs of each kind in the order of a steady policy, and compares the first ones.
+class SteadyQueue:
+    """A queue like ``RankedQueue``, which keeps the jobs of each kind in the order of a steady policy.
 
-    ``rank_jobs`` over all jobs would choose the same job.
+    It compares the first one of each; ``rank_jobs`` over all jobs would choose the same job.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -123,9 +123,8 @@ class NextSight(Sight):
 
     def changed(self, device: FleetDevice) -> None:
         index, idle = device.index, self._idle[device.rates]
-        busy = device.up and device.resident is not None
         until_s = device.resident.due_s if device.up and device.resident is not None else None
-        if device.up and not busy:
+        if device.up and until_s is None:
             idle.add(index)
         else:
             idle.discard(index)
@@ -158,9 +157,9 @@ class NextSight(Sight):
         return first
 
 
-def sight(policy: Policy, symmetric: bool, usage: Usage, devices: Sequence[FleetDevice]) -> Sight:
+def sight(policy: Policy, usage: Usage, devices: Sequence[FleetDevice]) -> Sight:
     """Return the smallest view that suffices for the policy."""
-    if not (symmetric and policy.built_in):
+    if not policy.built_in:
         return FullSight(usage, devices)
     if any(function is makespan for _, _, function in policy.terms):
         return NextSight(usage, devices)

@@ -26,11 +26,10 @@ import numpy as np
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.types import JobState
 from megatron.fill.wings.sim.cluster.engine import Calendar, Event, EventKind
-from megatron.fill.wings.sim.cluster.fleet import FleetDevice, ScannedSeats, Seats, SortedSeats
-from megatron.fill.wings.sim.cluster.inventory import inventory
-from megatron.fill.wings.sim.cluster.ledger import JobEntry, Ledger, MainEntry
+from megatron.fill.wings.sim.cluster.fleet import FleetDevice, Seats
+from megatron.fill.wings.sim.cluster.ledger import JobEntry, MainEntry, inventory
 from megatron.fill.wings.sim.cluster.progress import SimulatedAttempt, Usage
-from megatron.fill.wings.sim.cluster.queue import Queue, RankedQueue, SteadyQueue
+from megatron.fill.wings.sim.cluster.queue import RankedQueue, SteadyQueue
 from megatron.fill.wings.sim.cluster.rates import Fit
 from megatron.fill.wings.sim.cluster.sight import Waiting, sight
 from megatron.fill.wings.sim.values import Scenario, SimOutcome
@@ -39,11 +38,9 @@ from megatron.fill.wings.sim.values import Scenario, SimOutcome
 def simulate(scenario: Scenario) -> SimOutcome:
     """Run a scenario from 0 to its ``duration_s``; the same scenario has the same outcome, except for ``wall_s``.
 
-    With ``symmetric``, devices with equal cycles share their plans, one of them asks for all, and a steady policy's
-    queue is kept in order.  Without it, every device is handled separately and ranks all jobs that it may take with
-    ``rank_jobs``.  The outcome is the same.  Policies see all devices, except that with ``symmetric`` the built-in ones
-    see only those that can affect them; the user's own policies (``module:function``) always see all, which is slow
-    with thousands of devices.
+    Devices with equal cycles share their plans, one of them asks for all, a steady policy's queue is kept in order, and
+    built-in policies see only the devices that can affect them.  The outcome is as if every device ranked all jobs by
+    itself.  The user's own policies (``module:function``) see all devices, which is slow with thousands.
 
     Raises:
         ConfigError: the policy cannot be read, or failed on a job.
@@ -77,16 +74,13 @@ class Cluster:
         self.failures = 0
         self.jobs = [JobEntry(job) for job in scenario.jobs]
         self.mains, self.groups, self.devices = inventory(scenario)
-        self.ledger = Ledger(self.jobs, self.groups, {kind.name: kind for kind in scenario.kinds})
+        self._alone_rates = {kind.name: kind.alone_rate for kind in scenario.kinds}
         self.usage = Usage()
         policy = parse_policy(scenario.policy)
         self._weighs_users = not policy.steady
-        self.sight = sight(policy, scenario.symmetric, self.usage, self.devices)
-        steady = scenario.symmetric and policy.steady
-        self.queue: Queue = SteadyQueue(policy) if steady else RankedQueue(policy, self.sight)
-        seats = SortedSeats if scenario.symmetric else ScannedSeats
-        self.resident_seats: Seats = seats(len(self.devices))
-        self.tail_seats: Seats = seats(len(self.devices))
+        self.sight = sight(policy, self.usage, self.devices)
+        self.queue = SteadyQueue(policy) if policy.steady else RankedQueue(policy, self.sight)
+        self.resident_seats, self.tail_seats = Seats(len(self.devices)), Seats(len(self.devices))
         self.fitting = {kind for device in self.devices for kind in device.rates.whole.fits}
         self.arrivals = sorted(range(len(self.jobs)), key=lambda n: (scenario.jobs[n].arrival_s, scenario.jobs[n].id))
         self.calendar = Calendar([scenario.jobs[number].arrival_s for number in self.arrivals])
@@ -227,9 +221,16 @@ class Cluster:
     def _claim(self, waiting: Waiting, device: FleetDevice, fit: Fit, tail: bool) -> None:
         entry, runtime, index = self.jobs[waiting.index], self.scenario.runtime, waiting.index
         attempt = SimulatedAttempt(
-            index, entry.job.work, entry.kept, device.index, tail, fit, self.now_s, runtime.checkpoint_s
+            job=index,
+            work=entry.job.work,
+            kept=entry.kept,
+            device=device.index,
+            tail=tail,
+            fit=fit,
+            claimed_s=self.now_s,
+            checkpoint_s=runtime.checkpoint_s,
+            token=next(self._tokens),
         )
-        attempt.token = next(self._tokens)
         entry.state, entry.present = JobState.RUNNING, attempt
         entry.attempts += 1
         if entry.started_s is None:
@@ -277,12 +278,24 @@ class Cluster:
 
     def _close(self, attempt: SimulatedAttempt, kept: float) -> None:
         """End an attempt with ``kept`` saved work; the job has succeeded or waits again."""
-        self.ledger.close(attempt, self.devices[attempt.device].group, self.now_s, kept)
+        self._account(attempt, kept)
         entry = self.jobs[attempt.job]
         if kept >= entry.job.work:
             entry.state, entry.ended_s = JobState.SUCCEEDED, self.now_s
         else:
             self._enqueue(attempt.job)
+
+    def _account(self, attempt: SimulatedAttempt, kept: float) -> None:
+        """Account for an attempt that ends; ``kept`` is the job's saved work from now on."""
+        entry, place = self.jobs[attempt.job], self.groups[self.devices[attempt.device].group]
+        seconds = self.now_s - attempt.claimed_s
+        entry.device_s += seconds
+        place.alone_s += (kept - entry.kept) / self._alone_rates[entry.job.kind]
+        entry.kept, entry.present = kept, None
+        if attempt.tail:
+            place.tail_s += seconds
+        else:
+            place.resident_s += seconds
 
     def _stop(self) -> None:
         """Close the simulation: running jobs count with the work that they have done."""
@@ -291,6 +304,6 @@ class Cluster:
             attempt = entry.present
             if attempt is not None:
                 attempt.advance(self.now_s)
-                self.ledger.close(attempt, self.devices[attempt.device].group, self.now_s, attempt.done)
+                self._account(attempt, attempt.done)
         for main in self.mains:
             main.change(False, None, self.now_s)

@@ -19,7 +19,7 @@ memory differ, and the fixed times do not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
@@ -34,14 +34,8 @@ from megatron.fill.wings.sim.values import FillKind
 
 CONTEXT_BYTES = 512 * 2**20  # memory of a process's CUDA context; an assumption
 
-_TRANSFORMER = Speed(0.36, 0.334e-3, source="fitted to NVIDIA DeepLearningExamples' BERT-base inference on V100")
-_ASSUMED = replace(_TRANSFORMER, source="assumed: as BERT's")
-_EFFICIENTNET = Speed(
-    0.36,
-    0.1e-3,
-    0.97e-3,
-    source="fitted to NVIDIA DeepLearningExamples' EfficientNet-B4 inference and training on V100",
-)
+_TRANSFORMER = Speed(0.36, 0.334e-3)  # fitted to NVIDIA DeepLearningExamples' BERT-base inference on V100
+_EFFICIENTNET = Speed(0.36, 0.1e-3, 0.97e-3)  # fitted to their EfficientNet-B4 inference and training on V100
 _EFFICIENTNET_PASSES = 10.6  # number of times that each convolution's output is written or read; fitted as above
 _EFFICIENTNET_BACKWARD = 3.0  # fitted to 204 images/s in training
 
@@ -139,33 +133,24 @@ def _convolutions(name: str, weights: int, products: int, elements: int, output:
     return Block(name, weights, 2 * products, _EFFICIENTNET_PASSES * size, 3 * size, 2 * size, 2 * output)
 
 
-def _text(name: str, speed: Speed) -> FillModel:
+def _text(name: str) -> FillModel:
     model = MODELS[name]
     assert model.shape is not None
-    return FillModel(name, encoder(model.shape, model.length), speed, source=model.source)
+    return FillModel(name, encoder(model.shape, model.length), _TRANSFORMER)
 
 
-def _image(name: str, blocks: Iterator[Block], speed: Speed, backward: float) -> FillModel:
-    return FillModel(name, tuple(blocks), speed, backward, source=MODELS[name].source)
+def _image(name: str, before: int, stages: Sequence[tuple[bool, int, int, int, int, int]], head: int) -> FillModel:
+    blocks = tuple(_efficientnet(MODELS[name].length, before, stages, head))
+    return FillModel(name, blocks, _EFFICIENTNET, _EFFICIENTNET_BACKWARD)
 
 
 _MODELS = (
-    _image(
-        "efficientnet-b4",
-        _efficientnet(MODELS["efficientnet-b4"].length, 48, _B4, 1792),
-        _EFFICIENTNET,
-        _EFFICIENTNET_BACKWARD,
-    ),
-    _text("bert-base", _TRANSFORMER),
-    _text("bert-large", _TRANSFORMER),
-    _image("swin-large", _swin_large(), _ASSUMED, 2.0),
-    _text("xlm-roberta-xl", _ASSUMED),
-    _image(
-        "efficientnet-v2-l",
-        _efficientnet(MODELS["efficientnet-v2-l"].length, 32, _V2_L, 1280),
-        replace(_EFFICIENTNET, source="assumed: as EfficientNet-B4's"),
-        _EFFICIENTNET_BACKWARD,
-    ),
+    _image("efficientnet-b4", 48, _B4, 1792),
+    _text("bert-base"),
+    _text("bert-large"),
+    FillModel("swin-large", tuple(_swin_large()), _TRANSFORMER),  # assumed to be as fast as BERT, like the next
+    _text("xlm-roberta-xl"),
+    _image("efficientnet-v2-l", 32, _V2_L, 1280),  # assumed to be as fast as EfficientNet-B4
 )
 # The default models; of the EfficientNets, only the one with a published throughput.
 _MIX = tuple(model.name for model in _MODELS if model.name != "efficientnet-v2-l")
@@ -186,38 +171,26 @@ CATALOG: dict[str, CatalogWorkload] = {
 }
 
 
-def catalog_kind(name: str, gpu: GpuKind, context_bytes: int = CONTEXT_BYTES, stream_weights: bool = False) -> FillKind:
+def catalog_kind(name: str, gpu: GpuKind) -> FillKind:
     """A kind of the catalog on a GPU; work is in samples.
-
-    Args:
-        context_bytes: memory of a process's CUDA context.
-        stream_weights: True if inference may stream each block's weights from the host, which ``BatchInferenceJob``
-            does not offer.
 
     Raises:
         ValueError: the kind does not exist, or the GPU cannot hold it.
     """
     if name not in CATALOG:
         raise ValueError(f"{name!r} is not a kind of fill job; expected one of {', '.join(CATALOG)}")
-    profiles = _profiles(CATALOG[name], gpu, context_bytes, stream_weights)
+    profiles = _profiles(CATALOG[name], gpu)
     if not profiles:
         raise ValueError(f"{name} fits the {gpu.memory_bytes / 2**30:.0f} GiB of {gpu.name} in no configuration")
-    model = CATALOG[name].model
-    source = f"analytical; shape: {model.source}; speed: {model.speed.source}"
-    return FillKind(name, "samples", profiles, best_rate(profiles), source)
+    return FillKind(name, "samples", profiles, best_rate(profiles))
 
 
-def _profiles(
-    workload: CatalogWorkload, gpu: GpuKind, context_bytes: int, stream_weights: bool
-) -> tuple[JobProfile, ...]:
-    if workload.training:
-        return tuple(training_profiles(workload.model, gpu, context_bytes))
-    return tuple(inference_profiles(workload.model, gpu, context_bytes, stream_weights))
+def _profiles(workload: CatalogWorkload, gpu: GpuKind) -> tuple[JobProfile, ...]:
+    made = training_profiles if workload.training else inference_profiles
+    return tuple(made(workload.model, gpu, CONTEXT_BYTES))
 
 
-def catalog_kinds(
-    gpu: GpuKind, names: Sequence[str] | None = None, context_bytes: int = CONTEXT_BYTES
-) -> tuple[FillKind, ...]:
+def catalog_kinds(gpu: GpuKind, names: Sequence[str] | None = None) -> tuple[FillKind, ...]:
     """Kinds on a GPU: those of the catalog, and FreeRide's side tasks on the GPU where they were measured.
 
     Args:
@@ -228,10 +201,9 @@ def catalog_kinds(
     """
     measured = SIDE_TASKS if gpu.name == MEASURED_ON else {}
     if names is not None:
-        return tuple(measured.get(name) or catalog_kind(name, gpu, context_bytes) for name in names)
-    mix = {name: its for name, its in CATALOG.items() if its.model.name in _MIX}
-    held = [name for name, its in mix.items() if _profiles(its, gpu, context_bytes, False)]
-    return (*(catalog_kind(name, gpu, context_bytes) for name in held), *measured.values())
+        return tuple(measured.get(name) or catalog_kind(name, gpu) for name in names)
+    held = [name for name, its in CATALOG.items() if its.model.name in _MIX and _profiles(its, gpu)]
+    return (*(catalog_kind(name, gpu) for name in held), *measured.values())
 
 
 def best_rate(profiles: Sequence[JobProfile]) -> float:
@@ -263,5 +235,5 @@ def measured_kinds(path: str | Path) -> tuple[FillKind, ...]:
             rate = best_rate(profiles)
         except ValueError as error:
             raise ConfigError(f"{path}: job {name!r}: {error}; expected a list of profiles per job name") from error
-        kinds.append(FillKind(name, "work", tuple(profiles), rate, f"measured: {path}"))
+        kinds.append(FillKind(name, "work", tuple(profiles), rate))
     return tuple(kinds)

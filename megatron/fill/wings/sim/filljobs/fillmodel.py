@@ -67,19 +67,11 @@ class Speed:
         compute_share: achieved fraction of ``GpuKind.peak_flops`` at large batches.
         block_s: fixed part of each block's pass, in seconds.
         launch_s: minimum duration of a block's pass, in seconds.
-        source: source of the figures.
     """
 
     compute_share: float
     block_s: float
     launch_s: float = 0.0
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.compute_share <= 1:
-            raise ValueError(f"compute_share is {self.compute_share}; expected more than 0 and at most 1")
-        if not (self.block_s >= 0 and self.launch_s >= 0):
-            raise ValueError(f"expected no negative time; got {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,6 @@ class FillModel:
     Attributes:
         backward: duration of a backward pass as a multiple of the forward pass's.
         batch: samples per training step; configurations divide it into microbatches.
-        source: source of the model's shape.
     """
 
     name: str
@@ -97,14 +88,6 @@ class FillModel:
     speed: Speed
     backward: float = 2.0
     batch: int = 32
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.blocks or self.batch < 1 or not self.backward > 0:
-            raise ValueError(
-                f"{self.name}: expected blocks, batch at least 1 and backward more than 0; got {len(self.blocks)} "
-                f"blocks, batch {self.batch} and backward {self.backward}"
-            )
 
     @property
     def parameters(self) -> int:
@@ -130,36 +113,32 @@ def training_profiles(model: FillModel, gpu: GpuKind, context_bytes: int) -> Ite
         if model.batch % micro or model.batch // micro > _MOST_MICROBATCHES:
             continue
         for offload, again in _TRAINING:
-            nodes = _Training(model, gpu, Configuration(micro, again, offload), context_bytes).nodes()
-            profile = JobProfile(Configuration(micro, again, offload), nodes, model.batch)
+            configuration = Configuration(micro, again, offload)
+            nodes = _Training(model, gpu, configuration, context_bytes).nodes()
+            profile = JobProfile(configuration, nodes, model.batch)
             if profile.memory_bytes <= gpu.memory_bytes:
                 yield profile
 
 
-def inference_profiles(
-    model: FillModel, gpu: GpuKind, context_bytes: int, stream_weights: bool = False
-) -> Iterator[JobProfile]:
+def inference_profiles(model: FillModel, gpu: GpuKind, context_bytes: int) -> Iterator[JobProfile]:
     """Yield a profile of each batch inference configuration that fits the GPU alone.
 
     Args:
         context_bytes: memory of a process's CUDA context.
-        stream_weights: True to include configurations that stream each block's weights from the host (PipeFill, section
-            4.2), which ``BatchInferenceJob`` does not offer.
     """
+    held = context_bytes + _CAST * model.parameters
     for batch in _powers_of_two(_LARGEST_INFERENCE_BATCH):
-        for offload in (Offload.NONE, Offload.WEIGHTS) if stream_weights else (Offload.NONE,):
-            nodes = []
-            for block in model.blocks:
-                streamed = offload is Offload.WEIGHTS
-                held = block.parameters if streamed else model.parameters
-                seconds = model.forward_s(block, batch, gpu)
-                if streamed:
-                    seconds += _CAST * block.parameters / gpu.host_bytes_s
-                size = context_bytes + _CAST * held + batch * (block.working_bytes + block.output_bytes)
-                nodes.append(_node(f"{block.name} forward", seconds, size))
-            profile = JobProfile(Configuration(batch, False, offload), tuple(nodes), batch)
-            if profile.memory_bytes <= gpu.memory_bytes:
-                yield profile
+        nodes = [
+            _node(
+                f"{block.name} forward",
+                model.forward_s(block, batch, gpu),
+                held + batch * (block.working_bytes + block.output_bytes),
+            )
+            for block in model.blocks
+        ]
+        profile = JobProfile(Configuration(batch), tuple(nodes), batch)
+        if profile.memory_bytes <= gpu.memory_bytes:
+            yield profile
 
 
 class _Training:
@@ -218,7 +197,4 @@ def _node(name: str, seconds: float, size_bytes: float) -> NodeProfile:
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
-    number = 1
-    while number <= most:
-        yield number
-        number *= 2
+    return (1 << at for at in range(most.bit_length()))

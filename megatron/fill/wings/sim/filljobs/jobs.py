@@ -141,7 +141,7 @@ class _StoreReader:
         if key not in self.kinds:
             try:
                 profiles = tuple(JobProfile.from_dict(one) for one in content["configurations"])
-                kind = FillKind(job.name, job.progress.unit, profiles, best_rate(profiles), "measured: the job store")
+                kind = FillKind(job.name, job.progress.unit, profiles, best_rate(profiles))
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"job {job.name!r}: its profile in the store: {error}") from error
             taken = {its.name for its in self.kinds.values()}

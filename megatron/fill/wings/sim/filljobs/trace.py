@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,25 +55,6 @@ def load_trace(path: str | Path, kinds: Sequence[FillKind]) -> tuple[SimJob, ...
         start_s = min(job.arrival_s for job in jobs)
         jobs = tuple(_moved(job, start_s) for job in jobs)
     return jobs
-
-
-def write_trace(path: str | Path, jobs: Sequence[SimJob], kinds: Sequence[FillKind]) -> None:
-    """Write a trace that ``load_trace`` reads back, except for the jobs' numbers and rounding errors.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    rates = {kind.name: kind.alone_rate for kind in kinds}
-    try:
-        with Path(path).open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            for job in jobs:
-                deadline = "" if job.deadline_s is None else repr(max(0.0, job.deadline_s - job.arrival_s))
-                size = repr(job.work / rates[job.kind])
-                writer.writerow([repr(job.arrival_s), job.kind, size, deadline, job.user, job.name, job.priority])
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 class _Reader:
@@ -187,4 +169,4 @@ def _moment_s(text: str) -> float | None:
 
 def _moved(job: SimJob, start_s: float) -> SimJob:
     deadline_s = None if job.deadline_s is None else job.deadline_s - start_s
-    return SimJob(job.id, job.name, job.kind, job.arrival_s - start_s, job.work, deadline_s, job.user, job.priority)
+    return replace(job, arrival_s=job.arrival_s - start_s, deadline_s=deadline_s)

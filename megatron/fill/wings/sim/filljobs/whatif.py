@@ -1,28 +1,52 @@
-"""Kinds of jobs from a real run's report, and an endless supply of them: to scale a run up."""
+"""A real run, scaled up: its kinds of jobs, an endless supply of them, and how well its bubbles were used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_json
-from megatron.fill.given.problems import explain
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
 from megatron.fill.report.schema import JobReport
+from megatron.fill.report.timeuse import TimeUse
+from megatron.fill.wings.sim.recorded.groups import part_of
 from megatron.fill.wings.sim.values import FillKind, SimJob
 
+_REPORT = "a report.json"
 _SEATS = 2  # per device: resident and tail
+_NOT_WITH_JOBS = (TimeUse.NO_JOB, TimeUse.NOT_KNOWN)
 
 
 class _Jobs(BaseModel):
-    """The part of a report that is needed."""
-
-    model_config = ConfigDict(frozen=True)
-
     jobs: tuple[JobReport, ...]
+
+
+class _Total(BaseModel):
+    bubble_share: float | None = None
+    time_use_ns: dict[TimeUse, int] = {}
+
+
+class _Use(BaseModel):
+    total: _Total = _Total()
+
+
+def measured(path: Path) -> tuple[float | None, float | None]:
+    """Return the figures of a ``report.json``, each None if it is not there.
+
+    Returns:
+        The share of the fillable time in steps, without the time for which no job was there; and bubbles' share of all
+        training iterations.
+
+    Raises:
+        ConfigError: the report is invalid, with file and field.
+    """
+    total = part_of(path, read_json(path, _REPORT), _Use, _REPORT).total
+    with_jobs_ns = sum(ns for use, ns in total.time_use_ns.items() if use not in _NOT_WITH_JOBS)
+    steps_ns = total.time_use_ns.get(TimeUse.STEPS, 0)
+    return steps_ns / with_jobs_ns if steps_ns > 0 else None, total.bubble_share
 
 
 def kinds_of_report(path: str | Path) -> tuple[FillKind, ...]:
@@ -34,20 +58,13 @@ def kinds_of_report(path: str | Path) -> tuple[FillKind, ...]:
     Raises:
         ConfigError: the report is invalid, with file and field; or no job did a step.
     """
-    data = read_json(path, "a report.json")
-    try:
-        jobs = _Jobs.model_validate(data).jobs
-    except ValidationError as error:
-        suffix = "; expected a report.json"
-        raise ConfigError(explain(error, _Jobs, lambda place: (str(path), place), suffix, most=1)) from error
+    jobs = part_of(path, read_json(path, _REPORT), _Jobs, _REPORT).jobs
     kinds = {}
     for job in jobs:
         if job.steps and job.harvested_s > 0 and job.work_done > 0:
-            step_ns = round(job.harvested_s / job.steps * 1e9)
-            node = NodeProfile("step", step_ns, 0)
+            node = NodeProfile("step", round(job.harvested_s / job.steps * 1e9), 0)
             profile = JobProfile(Configuration(), (node,), job.work_done / job.steps)
-            rate = job.work_done / job.harvested_s
-            kinds[job.name] = FillKind(job.name, job.unit, (profile,), rate, f"measured: {path}")
+            kinds[job.name] = FillKind(job.name, job.unit, (profile,), job.work_done / job.harvested_s)
     if not kinds:
         raise ConfigError(f"{path}: none of its {len(jobs)} jobs did a step in a bubble; expected at least one")
     return tuple(kinds.values())

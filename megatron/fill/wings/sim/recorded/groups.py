@@ -187,23 +187,29 @@ def _replicas(path: str | Path, ranks: Sequence[RankCycle], gpus: int | None) ->
 
 
 class _Report(BaseModel):
-    """The part of a report that is needed."""
-
-    model_config = ConfigDict(frozen=True)
-
     cycle: tuple[RankCycle, ...]
 
 
 def _recorded_ranks(path: str | Path) -> tuple[RankCycle, ...]:
     expected = "a report.json, or the file of --fill-profile-only"
     data = read_json(path, expected)
-    model = _Report if isinstance(data, dict) and data.get("cycle") is not None else Cycles
+    if isinstance(data, dict) and data.get("cycle") is not None:
+        field, ranks = "cycle", part_of(path, data, _Report, expected).cycle
+    else:
+        field, ranks = "ranks", tuple(part_of(path, data, Cycles, expected).ranks)
+    if not ranks:
+        raise ConfigError(f"{path}: {field} is empty; expected at least one rank")
+    return ranks
+
+
+def part_of[M: BaseModel](path: str | Path, data: object, model: type[M], expected: str) -> M:
+    """Return the part of a report's content that a model describes.
+
+    Raises:
+        ConfigError: it is not there; the error names file and field.
+    """
     try:
-        file = model.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         suffix = f"; expected {expected}"
         raise ConfigError(explain(error, model, lambda place: (str(path), place), suffix, most=1)) from error
-    ranks = file.cycle if isinstance(file, _Report) else tuple(file.ranks)
-    if not ranks:
-        raise ConfigError(f"{path}: {'cycle' if model is _Report else 'ranks'} is empty; expected at least one rank")
-    return ranks
