@@ -1,7 +1,7 @@
 """Moves a tail job of another rank to this one when this rank has no job.
 
 An idle rank watches the tail jobs of its run for a while, by their entries in the store, and asks for the one that
-gains most (``scheduler/moving.py``).  The job's agent learns of the request with its next heartbeat, saves the job and
+gains most (``best_move``).  The job's agent learns of the request with its next heartbeat, saves the job and
 gives it back.  Then only this rank can claim the job (``JobStore.ask_for``), which resumes from its checkpoint.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
 from megatron.fill.agent.ranking import Ranking
-from megatron.fill.scheduler.moving import Prospect, best_move
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.types import JobState
@@ -24,7 +23,51 @@ logger = logging.getLogger("pipefill.agent")
 
 _LOOK_S = 3.0  # the period of heartbeats
 _WATCH_S = 12.0  # least time over which a tail job's rate is measured
+_FASTER = 1.25  # least ratio of the speeds, since both are estimates
+_PAUSES = 2.0  # duration of a move in start-up times: the job is saved, stopped, claimed, started and loaded
 _YIELD = 0.7  # share of bubble time that a resident job uses
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A tail job, and its expected speed on an idle device.
+
+    Attributes:
+        job: number of the job.
+        speed: current speed, per wall-clock second; in any unit, the same as ``elsewhere``.
+        elsewhere: expected speed on the idle device.
+        left_s: remaining time where it is; infinity if it makes no progress there, None if unknown.
+        ran_s: time that it has run there.
+        startup_s: start-up time of its worker.
+    """
+
+    job: int
+    speed: float
+    elsewhere: float
+    left_s: float | None
+    ran_s: float
+    startup_s: float
+
+    @property
+    def gain_s(self) -> float:
+        """The time in s by which the job would be done earlier, the move's duration included; negative if later.
+
+        A job whose remaining time is unknown is expected to run as long again as it has.
+        """
+        if not self.elsewhere > 0:
+            return -inf
+        stay_s = self.ran_s if self.left_s is None else self.left_s
+        return stay_s * (1 - self.speed / self.elsewhere) - _PAUSES * self.startup_s
+
+    @property
+    def worth_it(self) -> bool:
+        """True if the gain is larger than the move's duration, and the device is considerably faster."""
+        return self.elsewhere >= _FASTER * self.speed and self.gain_s > _PAUSES * self.startup_s
+
+
+def best_move(prospects: Sequence[Prospect]) -> Prospect | None:
+    """The move with the largest gain; None if no move is worth it."""
+    return max((one for one in prospects if one.worth_it), key=lambda one: one.gain_s, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from megatron.fill.display import counted
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.folders import PLAN
 from megatron.fill.pages.board import CycleBoardReader
-from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
+from megatron.fill.planner.held import RESERVE_NS, held_cycle, leftover, processing_time_s, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan, unit_s
-from megatron.fill.planner.tail import leftover, processing_time_s
 from megatron.fill.profiles import BubbleCycle, JobProfile, MeasuredJob, cycle_from_dict
 from megatron.fill.scheduler.policies import MOST_JOBS, Policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.fill import untrusted
 from megatron.fill.agent.admission import refusal
@@ -131,8 +132,8 @@ class JobRun:
             return None
         unit = worker.log.unit or self.job.progress.unit
         steps = worker.log.record(self.job.name, self.context.spec.rank, _SHOWN)
-        record = self._record(worker, steps, Status(JobState.RUNNING))
-        return replace(record, unit=unit, total_work=worker.log.total_work), steps
+        status, total_work = Status(JobState.RUNNING), worker.log.total_work
+        return self._record(worker, steps, status, unit=unit, total_work=total_work), steps
 
     @property
     def _is_tail(self) -> bool:
@@ -325,8 +326,10 @@ class JobRun:
     def _ended(self, worker: JobWorker, status: Status, end: End) -> Record:
         """Return the record of a job that has ended."""
         outcome, steps = end.outcome, worker.log.record(self.job.name, self.context.spec.rank)
-        record = replace(
-            self._record(worker, steps, status),
+        record = self._record(
+            worker,
+            steps,
+            status,
             unit=outcome.unit,
             total_work=outcome.total_work,
             result=outcome.result,
@@ -335,7 +338,7 @@ class JobRun:
         )
         return record, steps
 
-    def _record(self, worker: JobWorker, steps: WorkerRecord, status: Status) -> JobRecord:
+    def _record(self, worker: JobWorker, steps: WorkerRecord, status: Status, **more: Any) -> JobRecord:
         """Return the job's record; its counts are those of ``steps``, since the log itself has changed since then."""
         job, log, now_ns = self.job, worker.log, time.monotonic_ns()
         return JobRecord(
@@ -343,7 +346,6 @@ class JobRun:
             what=job.work.what,
             status=status,
             work_done=steps.work_done + steps.alone_work,
-            unit="",
             rank=steps.rank,
             steps=steps.steps_done + log.alone_steps,
             harvested_s=steps.harvested_ns / 1e9,
@@ -354,4 +356,5 @@ class JobRun:
             ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
             peak_bytes=worker.limiter.peak_bytes,
             side_throughput=job.work.side_throughput,
+            **more,
         )

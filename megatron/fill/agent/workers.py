@@ -138,7 +138,7 @@ class WorkerProcess:
         ahead: modules to import while it waits for a job.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: it cannot be started; in ``give`` and ``begin``, it has ended.
     """
 
     def __init__(
@@ -178,11 +178,7 @@ class WorkerProcess:
         return self.process.poll() is None
 
     def give(self, spec_path: Path, log_fd: int) -> None:
-        """Send the job to the process, which then builds the sandbox and reports it (``sandbox_report``).
-
-        Raises:
-            OSError: the process has ended.
-        """
+        """Send the job to the process, which then builds the sandbox and reports it (``sandbox_report``)."""
         socket.send_fds(self._channel, [os.fsencode(spec_path)], [log_fd])
 
     def sandbox_report(self, within_s: float) -> SandboxReport | None:
@@ -195,11 +191,7 @@ class WorkerProcess:
         return SandboxReport.receive(self._channel)
 
     def begin(self) -> None:
-        """Let the job begin.
-
-        Raises:
-            OSError: the process has ended.
-        """
+        """Let the job begin."""
         self._channel.send(b"x")
         self._channel.close()
 

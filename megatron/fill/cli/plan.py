@@ -176,7 +176,7 @@ def _plan_rank(
         cycle: the rank's cycle with that limit as each bubble's free memory.
         caps: memory that each job asks for, by name; None if it names none.
     """
-    from megatron.fill.planner.tail import leftover, packed_ns
+    from megatron.fill.planner.held import leftover, packed_ns
 
     rows = []
     for name, its_profiles in profiles.items():
@@ -211,7 +211,7 @@ def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap
 
 def _rate(cycle: BubbleCycle, job: DrawnJob) -> float:
     """Return the work per second of wall time."""
-    from megatron.fill.planner.tail import processing_time_s
+    from megatron.fill.planner.held import processing_time_s
 
     return job.plan.work_per_cycle / processing_time_s(cycle, job.plan, job.plan.work_per_cycle)
 

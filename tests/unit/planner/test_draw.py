@@ -9,8 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from megatron.fill.planner.draw import DrawnJob, Panel, draw_plans
+from megatron.fill.planner.held import leftover
 from megatron.fill.planner.search import best_plan
-from megatron.fill.planner.tail import leftover
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.types import BubbleKind
 

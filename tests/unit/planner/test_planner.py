@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import PlanError
+from megatron.fill.planner.held import leftover, packed_ns, processing_time_s
 from megatron.fill.planner.plan import Chunk, ExecutionPlan
 from megatron.fill.planner.search import best_plan, lay
-from megatron.fill.planner.tail import leftover, packed_ns, processing_time_s
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.types import BubbleKind
 from tests.support.plan_oracle import fractional_bound, optimum, runs, violations

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from megatron.fill.planner.held import held_cycle, room_bytes
+from megatron.fill.planner.held import held_cycle, leftover, processing_time_s, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import find_plan, lay
-from megatron.fill.planner.tail import leftover, processing_time_s
 from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 

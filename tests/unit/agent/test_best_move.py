@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.scheduler.moving import Prospect, best_move
+from megatron.fill.agent.mover import Prospect, best_move
 
 STARVED = Prospect(job=1, speed=0.01, elsewhere=0.2, left_s=None, ran_s=60.0, startup_s=4.0)
 
