@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, is_dataclass
 from enum import Enum
@@ -28,6 +29,9 @@ class Spec:
         return found
 
 
+_types = functools.cache(get_type_hints)
+
+
 def _typed(kind: Any, value: Any) -> Any:
     """Convert a JSON value to the type ``kind``."""
     origin, parts = get_origin(kind), get_args(kind)
@@ -36,7 +40,7 @@ def _typed(kind: Any, value: Any) -> Any:
     if origin in (list, tuple):
         return origin(_typed(parts[0], one) for one in value)
     if is_dataclass(kind):
-        types = get_type_hints(kind)
+        types = _types(cast(Any, kind))
         return cast(Any, kind)(**{name: _typed(types[name], one) for name, one in value.items()})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.fill import untrusted
 from megatron.fill.display import counted
@@ -73,16 +72,16 @@ class Ranking:
         if not self.misfits.may_fit(job.id, tail=False):
             return math.inf
         cycle = self._cycle()
-        return unit_s(None if cycle is None else _for_job(cycle, job), self._parsed(job), RESERVE_NS)
+        return unit_s(None if cycle is None else _for_job(cycle, job), self.profiles_of(job) or (), RESERVE_NS)
 
     def remember(self, job: Job, measured: MeasuredJob) -> None:
         """Keep a profile that was just measured."""
         self._profiles[self.key(job)] = time.monotonic(), measured
 
-    def profile_of(self, job: Job) -> list[dict[str, Any]] | None:
-        """Return the job's profiles as JSON, None if they are not known; the store is not asked."""
+    def profiles_of(self, job: Job) -> tuple[JobProfile, ...] | None:
+        """Return the job's profiles, None if they are not known; the store is not asked."""
         kept = self._kept(job)
-        return None if kept is None else kept.to_dict()["configurations"]
+        return None if kept is None else kept.profiles
 
     def wanted(self, store: JobStore, neighbour: Resident | None) -> list[int]:
         """Return the ids of the waiting jobs, best first.
@@ -127,7 +126,7 @@ class Ranking:
         cycle, planned = self._cycle(), _read_plan(resident.directory)
         if cycle is None or planned is None:
             return None
-        for profile in self._parsed(resident.job):
+        for profile in self.profiles_of(resident.job) or ():
             if profile.configuration == planned.configuration:
                 # It runs already, so its memory was free.
                 cycle = held_cycle(cycle, max(room_bytes(cycle, 0), profile.memory_bytes))
@@ -180,15 +179,11 @@ class Ranking:
     def _kept(self, job: Job) -> MeasuredJob | None:
         return self._profiles.get(self.key(job), (0.0, None))[1]
 
-    def _parsed(self, job: Job) -> tuple[JobProfile, ...]:
-        kept = self._kept(job)
-        return () if kept is None else kept.profiles
-
     def _memory_bytes(self, job: Job) -> float:
         """Return the memory that a tail job needs at least; infinity if unknown."""
         if job.work.memory_bytes is not None:
             return job.work.memory_bytes
-        return min((profile.memory_bytes for profile in self._parsed(job)), default=math.inf)
+        return min((profile.memory_bytes for profile in self.profiles_of(job) or ()), default=math.inf)
 
     def explain(self, store: JobStore) -> None:
         """Store the messages for waiting jobs that do not fit, once per cycle; a busy seat does not do this itself."""
@@ -209,7 +204,7 @@ class Ranking:
         if not self.misfits.planned(job.id):
             return
         try:
-            best_plan(_for_job(cycle, job), self._parsed(job), RESERVE_NS)
+            best_plan(_for_job(cycle, job), self.profiles_of(job) or (), RESERVE_NS)
         except PlanError as error:
             self.misfits.note(store, job, str(error))
 
@@ -225,7 +220,7 @@ class Ranking:
         for device, cycle in cycles.items():
             key = (self.key(job), device)
             if key not in known_s:
-                known_s[key] = unit_s(_for_job(cycle, job) if cycle else None, self._parsed(job), RESERVE_NS)
+                known_s[key] = unit_s(_for_job(cycle, job) if cycle else None, self.profiles_of(job) or (), RESERVE_NS)
             takes_s = known_s[key]
             if takes_s is not None and takes_s != math.inf:
                 takes_s = None if left is None else takes_s * left

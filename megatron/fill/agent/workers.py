@@ -23,7 +23,6 @@ from megatron.fill.linux import reap, safefile
 from megatron.fill.linux.isolated import program
 from megatron.fill.linux.tree import MARK, OWN
 from megatron.fill.pages.control import RunState
-from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.store.location import database_files, password_files
 from megatron.fill.store.values import Job
@@ -224,7 +223,6 @@ def write_spec(
         OSError: it cannot be written.
     """
     agent, device = context.spec, context.device
-    left = None if neighbour is None else context.ranking.leftover(neighbour)
     spec = WorkerSpec(
         name=job.name,
         directory=str(directory),
@@ -235,8 +233,8 @@ def write_spec(
         environment=environment(os.environ, fixed, agent.user, directory),
         sandbox=_sandbox(context, job, limits, directory),
         tail=neighbour is not None,
-        cycle=None if left is None else cycle_to_dict(left),
-        profiles=context.ranking.profile_of(job),
+        cycle=None if neighbour is None else context.ranking.leftover(neighbour),
+        profiles=context.ranking.profiles_of(job),
         checkpoint_s=agent.checkpoint_s,
         margin_bytes=agent.margin_bytes + device.overhead_bytes,
         device=device.worker_name,

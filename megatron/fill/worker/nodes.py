@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.device.meter import fingerprint, meter, resident_bytes
 from megatron.fill.errors import PlanError, StaleProfile
@@ -19,7 +18,7 @@ from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan, drifted
 from megatron.fill.planner.search import best_plan
-from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, cycle_from_dict
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
@@ -39,14 +38,14 @@ class NodeRun:
 
     spec: WorkerSpec
     task: NodeTask  # the task, not created yet
-    known: list[dict[str, Any]] | None  # its profiles as JSON, one per configuration; None to measure them
+    known: tuple[JobProfile, ...] | None  # its profiles, one per configuration; None to measure them
     loop: StepLoop  # the loop that will run the task; gets the nodes' durations from the profile
     board: CycleBoardReader
     enter: Callable[[], None] = lambda: None  # ``TaskMachine.enter`` of the machines that measure it
 
     def __post_init__(self) -> None:
         self.directory = Path(self.spec.directory)
-        self.profiles: list[JobProfile] = []
+        self.profiles: tuple[JobProfile, ...] = ()
         self.plan: ExecutionPlan | None = None
         self._cycle: BubbleCycle | None = None
         self._version = 0
@@ -59,14 +58,13 @@ class NodeRun:
             PlanError: no node list of any configuration fits the bubbles.
             TaskError: the job cannot be measured.
         """
-        if self.known is None:
+        profiles = self.known
+        if profiles is None:
             logger.info("no profile of this job on this device yet: measuring it")
-            measured = self._measure()
-            if measured is None:
+            profiles = self._measure()
+            if profiles is None:
                 return False
-            self.profiles = measured
-        else:
-            self.profiles = [JobProfile.from_dict(one) for one in self.known]
+        self.profiles = profiles
         self._cycle = self._wait_for_cycle()
         if self._cycle is None:
             return False
@@ -146,7 +144,7 @@ class NodeRun:
         write_text(self.directory / PLAN, json.dumps(plan.to_dict()) + "\n")
         write_text(self.directory / "plan.txt", f"{plan}\n")
 
-    def _measure(self) -> list[JobProfile] | None:
+    def _measure(self) -> tuple[JobProfile, ...] | None:
         meters = meter(self.spec.device)
 
         def make(context: TaskContext) -> MeasuringMachine:
@@ -164,7 +162,7 @@ class NodeRun:
         if measured is None:
             return None
         write_profile(self.directory, measured, fingerprint(self.spec.device))
-        return list(measured.profiles)
+        return measured.profiles
 
     def _wait_for_cycle(self) -> BubbleCycle | None:
         """Wait for the cycle, which appears on the board some iterations before bubbles are filled; None at the end."""
@@ -188,7 +186,7 @@ class NodeRun:
 
     def _read_cycle(self) -> BubbleCycle | None:
         if self.spec.cycle is not None:
-            return cycle_from_dict(self.spec.cycle)
+            return self.spec.cycle
         cycle = self.board.read()
         if cycle is None or self.spec.device != "cpu":
             return cycle

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog
-from megatron.fill.profiles import is_amount
+from megatron.fill.profiles import BubbleCycle, JobProfile, is_amount
 from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.spec import Spec
@@ -35,10 +35,10 @@ class WorkerSpec(Spec):
     # Environment of the worker itself, with the variables for its libraries and its device
     environment: dict[str, str] = field(default_factory=dict)
     tail: bool = False  # True for the tail job, which gets the rest of each bubble after the resident job
-    # The bubbles to plan for, as JSON, instead of those on the board; given to a tail job
-    cycle: dict[str, Any] | None = None
-    # The job's profiles as JSON, one per configuration; None if it has to be measured
-    profiles: list[dict[str, Any]] | None = None
+    # The bubbles to plan for, instead of those on the board; given to a tail job
+    cycle: BubbleCycle | None = None
+    # The job's profiles, one per configuration; None if it has to be measured
+    profiles: tuple[JobProfile, ...] | None = None
     checkpoint_s: float = 300.0  # time in seconds between two checkpoints of a resumable task
     margin_bytes: int = 0  # device memory that must stay free; plans use it if ``limits`` has no memory cap
     device: str = "cpu"

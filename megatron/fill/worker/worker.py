@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.fill.device.port import Limits
 from megatron.fill.display import mib
@@ -251,11 +251,11 @@ class TaskRun:
         machine.enter = enter or machine.enter
         return machine
 
-    def serve(self, machine: TaskMachine, profiles: list[dict[str, Any]] | None) -> bool:
+    def serve(self, machine: TaskMachine, profiles: tuple[JobProfile, ...] | None) -> bool:
         """Create the task and run its steps; True if it is finished.
 
         Args:
-            profiles: profiles of its nodes, one per configuration, as JSON; None to measure them first.
+            profiles: profiles of its nodes, one per configuration; None to measure them first.
 
         Raises:
             StaleProfile: the task's nodes are not those of the profiles.
@@ -268,7 +268,7 @@ class TaskRun:
         if plans is not None and not plans.choose():
             return False
         if plans is None and profiles:  # otherwise the first steps would have no estimate
-            loop.expect_steps(JobProfile.from_dict(profiles[0]))
+            loop.expect_steps(profiles[0])
         self.log.phase = WorkerPhase.CREATE
         self.log.ready_ns = time.monotonic_ns()
         machine.create(self.spec.work.args)
@@ -300,7 +300,9 @@ class TaskRun:
             machine.task.context.aside = pacer.aside
         return StepLoop(machine, self.pages, self._stopping, self.device, pacer)
 
-    def _new_plans(self, machine: TaskMachine, loop: StepLoop, profiles: list[dict[str, Any]] | None) -> NodeRun | None:
+    def _new_plans(
+        self, machine: TaskMachine, loop: StepLoop, profiles: tuple[JobProfile, ...] | None
+    ) -> NodeRun | None:
         if not isinstance(machine.task, NodeTask):
             return None
         from megatron.fill.worker.nodes import NodeRun

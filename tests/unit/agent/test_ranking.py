@@ -316,7 +316,7 @@ def test_a_profile_in_the_store_that_makes_no_sense_is_measured_again(content):
     bench.store.keep_profile(bench.ranking.key(job), content)
     bench.submit("sound", profile(3), total=10.0)
     assert sorted(bench.wanted()) == ["odd", "sound"]
-    assert bench.ranking.profile_of(job) is None
+    assert bench.ranking.profiles_of(job) is None
     with pytest.raises(ValueError):  # noqa: PT011
         MeasuredJob.from_dict(content)
 

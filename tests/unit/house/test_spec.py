@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from megatron.fill.device.port import Limits, Sharing
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile, Offload
 from megatron.fill.rank.relay import RelaySpec
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.spec import RankSpec
 from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.trial.spec import CheckSpec
-from megatron.fill.types import RankInfo
+from megatron.fill.types import BubbleKind, RankInfo
 from megatron.fill.work import Work
 from megatron.fill.worker.measure import MeasureSpec
 from megatron.fill.worker.spec import WorkerSpec
@@ -26,8 +27,8 @@ def test_values_in_values_enums_and_tuples():
         6,
         CAGE,
         Work("m:C", args={"a": 1}, array=(1, 2), after=("b",)),
-        cycle={"period_ns": 7, "slots": []},
-        profiles=[{"nodes": []}],
+        cycle=BubbleCycle(7, (BubbleSlot(BubbleKind.FILL, 3, 1 << 40),)),
+        profiles=(JobProfile(Configuration(2, offload=Offload.WEIGHTS), (NodeProfile("f", 3, 4),), 0.1),),
         limits=Limits(memory_bytes=1 << 30),
         sharing=Sharing.MPS,
     )

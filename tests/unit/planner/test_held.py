@@ -87,7 +87,7 @@ def test_a_worker_plans_with_what_it_is_held_to(tmp_path, limit_mib, margin_mib,
         margin_bytes=margin_mib * MIB,
         device="cuda:0",  # where nothing is added for what this process holds
         limits=Limits(None if limit_mib is None else limit_mib * MIB),
-        profiles=[one.to_dict() for one in PROFILES],
+        profiles=tuple(PROFILES),
     )
     board = CycleBoard()
     board.show(ROOMY)

@@ -60,8 +60,7 @@ class Bench:
             turn=at_once,
         )
         self.expected: list[JobProfile] = []
-        given = [one.to_dict() for one in profiles]
-        spec = worker_spec(folder, Work("m:C"), profiles=given)
+        spec = worker_spec(folder, Work("m:C"), profiles=profiles)
         reader = CycleBoardReader(self.board.reader_fd())
         self.run = NodeRun(spec, self.task, spec.profiles, self.loop, reader)  # type: ignore[arg-type]
 
