@@ -27,17 +27,11 @@ LONG_NS = 1_000_000  # a stretch from this length on is long
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The time of one name, in ns.
+    """The time of one name, in ns."""
 
-    Attributes:
-        ns: all of it.
-        long_ns: the part in stretches of ``LONG_NS`` or longer.
-        count: number of stretches.
-    """
-
-    ns: int
-    long_ns: int = 0
-    count: int = 0
+    ns: int  # all of it
+    long_ns: int = 0  # the part in stretches of ``LONG_NS`` or longer
+    count: int = 0  # number of stretches
 
 
 class Account:

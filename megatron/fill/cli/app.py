@@ -14,20 +14,7 @@ from typing import Annotated
 import typer
 
 from megatron.fill import wings
-from megatron.fill.cli import (
-    control,
-    doctor,
-    gc,
-    jobs,
-    logs,
-    plan,
-    profile,
-    report,
-    schedule,
-    top,
-    trial,
-    usage,
-)
+from megatron.fill.cli import control, doctor, gc, jobs, logs, plan, profile, report, schedule, top, trial, usage
 from megatron.fill.cli.typed import App, Group
 from megatron.fill.cli.version import print_version
 

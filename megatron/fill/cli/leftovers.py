@@ -33,20 +33,14 @@ _UNFINISHED = [state for state in JobState if not state.finished]
 
 @dataclass(slots=True)
 class Left:
-    """The leftovers of one run.
+    """The leftovers of one run."""
 
-    Attributes:
-        run: its folder, without links.
-        stores: names of the stores that it served.
-        stays: the reason why the run stays; empty if it goes as a whole.
-        jobs: the jobs that go and have their folders there, each with the name of its store.
-        paths: the files and folders that go, with the disk space in bytes that it takes.
-    """
-
-    run: Path
-    stores: tuple[str, ...] = ()
-    stays: str = ""
+    run: Path  # its folder, without links
+    stores: tuple[str, ...] = ()  # names of the stores that it served
+    stays: str = ""  # the reason why the run stays; empty if it goes as a whole
+    # the jobs that go and have their folders there, each with the name of its store
     jobs: list[tuple[str, Job]] = field(default_factory=list)
+    # the files and folders that go, with the disk space in bytes that it takes
     paths: dict[Path, int] = field(default_factory=dict)
 
     @property

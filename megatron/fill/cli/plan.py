@@ -27,20 +27,15 @@ _PANELS = 24  # panels of a picture, at most
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A job on a rank: its plan, or the reason why it has none.
-
-    Attributes:
-        packed: share of the rank's bubble time inside the job's nodes; ``packed_with_tail``: with those of ``tail``.
-        tail: the other job that packs most into the tails.
-    """
+    """A job on a rank: its plan, or the reason why it has none."""
 
     rank: int
     cycle: BubbleCycle
     name: str
     job: DrawnJob | None = None
-    tail: DrawnJob | None = None
-    packed: float = 0.0
-    packed_with_tail: float = 0.0
+    tail: DrawnJob | None = None  # the other job that packs most into the tails
+    packed: float = 0.0  # share of the rank's bubble time inside the job's nodes
+    packed_with_tail: float = 0.0  # inside those of ``tail``, too
     error: str = ""
 
 

@@ -41,10 +41,6 @@ class Measured:
     kinds: tuple[KindTimes, ...] = ()
 
 
-class NoSteps(ConfigError):
-    """The job is a command or an imperative task, which is measured by running it in bubbles."""
-
-
 def profile(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="A jobs file.")],
     device: Device = None,
@@ -82,11 +78,14 @@ def profile(
     for spec in specs:
         twin = next((found[one.name] for one in specs if one.name in found and one.kind == spec.kind), None)
         try:
-            found[spec.name] = twin or _measure(spec, search, where)
-        except NoSteps:
-            runs.append(spec)
+            measured = twin or _measure(spec, search, where)
         except ConfigError as error:
             failures[spec.name] = str(error)
+        else:
+            if measured is None:
+                runs.append(spec)
+            else:
+                found[spec.name] = measured
     trials = _run(runs, search, where)
     failures |= {name: trial.reason for name, trial in trials.items() if trial.reason}
     trials = {name: trial for name, trial in trials.items() if not trial.reason}
@@ -153,15 +152,14 @@ def _key(spec: JobSpec, mark: str) -> str:
     return spec.to_submit([], "").work.profile_key(mark)
 
 
-def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
-    """Measure a job with nodes or steps, by itself.
+def _measure(spec: JobSpec, search: list[str], device: str) -> Measured | None:
+    """Measure a job by itself; None if it has neither nodes nor steps, as a command or an imperative task.
 
     Raises:
-        NoSteps: the job has neither.
         ConfigError: the job cannot be measured.
     """
     if spec.task is None:
-        raise NoSteps(spec.name)
+        return None
     from megatron.fill.agent.admission import LIBRARY_SETTINGS
     from megatron.fill.folders import PROFILE
     from megatron.fill.profiles import MeasuredJob
@@ -183,9 +181,10 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
             env=os.environ | LIBRARY_SETTINGS,
             check=False,
         )
+        if done.returncode == NO_STEPS:
+            return None
         if done.returncode:
-            error = NoSteps if done.returncode == NO_STEPS else ConfigError
-            raise error((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+            raise ConfigError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
         try:
             job = MeasuredJob.from_dict(read_json(Path(folder) / PROFILE))
             path = Path(folder) / STEP_TIMES

@@ -38,22 +38,15 @@ class By(StrEnum):
 
 @dataclass(slots=True)
 class Used:
-    """The usage of one user, job or run.
+    """The usage of one user, job or run."""
 
-    Attributes:
-        jobs: number of its jobs.
-        device_s: seconds inside steps, in bubbles or while no training had the device.
-        running: number of those that run now, as the setting ``quota`` counts them.
-        joules: their part of the devices' energy, as far as it was counted; None if it was not at all.
-        cost: their price, as far as it is known; None if it is not at all.
-    """
-
-    jobs: int = 0
-    running: int = 0
-    device_s: float = 0.0
+    jobs: int = 0  # number of its jobs
+    running: int = 0  # number of those that run now, as the setting ``quota`` counts them
+    device_s: float = 0.0  # seconds inside steps, in bubbles or while no training had the device
     steps: int = 0
+    # their part of the devices' energy, as far as it was counted; None if it was not at all
     joules: float | None = None
-    cost: float | None = None
+    cost: float | None = None  # their price, as far as it is known; None if it is not at all
 
 
 def usage(

@@ -35,24 +35,17 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AccountRecord:
-    """The account of a rank from the start of its process to the latest write.
-
-    Attributes:
-        wall_ns: the time from the start of its process.
-        waited: False if no wait for another stage was seen.
-        spent: the time by name.
-        timers: seconds of each of Megatron's own timers; empty below ``--timing-log-level 1``.
-        traced: the spans of the training's own trace that the latest sampled iterations ran in.
-    """
+    """The account of a rank from the start of its process to the latest write."""
 
     rank: int
     stage: int
     stages: int
-    wall_ns: int
-    waited: bool
-    spent: Mapping[str, Spent] = field(default_factory=dict)
+    wall_ns: int  # the time from the start of its process
+    waited: bool  # False if no wait for another stage was seen
+    spent: Mapping[str, Spent] = field(default_factory=dict)  # the time by name
+    # seconds of each of Megatron's own timers; empty below ``--timing-log-level 1``
     timers: Mapping[str, float] = field(default_factory=dict)
-    traced: Sequence[Traced] = ()
+    traced: Sequence[Traced] = ()  # the spans of the training's own trace that the latest sampled iterations ran in
 
     @property
     def blind(self) -> bool:

@@ -105,7 +105,7 @@ def read_agent(path: Path, steps: bool = True) -> Attempts:
                 pairs = list(zip(content["steps"]["start_ns"], content["steps"]["end_ns"], strict=True))
                 found.append((job, replace(worker, steps=pairs)))
             else:
-                found.append((_job(content["job"]), _worker(content["worker"])))
+                found.append(attempt_of(content))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
     return found
@@ -118,14 +118,13 @@ def _lines(job: JobRecord, worker: WorkerRecord) -> bytes:
     return line({"job": asdict(job), "worker": content}) + line({"steps": steps})
 
 
-def _job(content: dict[str, Any]) -> JobRecord:
-    if "status" not in content:  # written before there was one
-        content["status"] = {"state": content.pop("state"), "detail": content.pop("reason")}
-    return JobRecord(**content | {"status": Status.from_dict(content["status"])})
-
-
-def _worker(content: dict[str, Any]) -> WorkerRecord:
+def attempt_of(content: dict[str, Any]) -> tuple[JobRecord, WorkerRecord]:
+    """Return the attempt of a line, without its steps."""
+    job, worker = content["job"], content["worker"]
+    if "status" not in job:  # written before there was one
+        job["status"] = {"state": job.pop("state"), "detail": job.pop("reason")}
     uses: dict[str, list[Any]] = {name: [] for name in names_of(BubbleUse)}
-    content["uses"].setdefault("held_ns", [0] * len(content["uses"]["seq"]))  # earlier versions did not write it
-    extend(uses, BubbleUse, content["uses"])
-    return WorkerRecord(**{**content, "uses": Table(BubbleUse, uses)})
+    worker["uses"].setdefault("held_ns", [0] * len(worker["uses"]["seq"]))  # earlier versions did not write it
+    extend(uses, BubbleUse, worker["uses"])
+    status = Status.from_dict(job["status"])
+    return JobRecord(**job | {"status": status}), WorkerRecord(**worker | {"uses": Table(BubbleUse, uses)})

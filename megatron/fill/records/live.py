@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,41 +18,33 @@ from typing import Any
 from pydantic_core import from_json
 
 from megatron.fill.errors import FillError
-from megatron.fill.records.agent import Attempts, forgets
+from megatron.fill.records.agent import Attempts, attempt_of, forgets
 from megatron.fill.records.files import check
 from megatron.fill.records.sampling import Sample, SampledBubble, Samples
 from megatron.fill.records.segment import Segment
 from megatron.fill.records.slowdown import Estimate, slowdown
 from megatron.fill.records.tables import column
-from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, Iteration, JobRecord, RankInfo
+from megatron.fill.types import PIPELINE_KINDS, BrakeEvent, Iteration, JobRecord, RankInfo, WorkerRecord
 
 _RECENT = 4096  # iterations that the slowdown is estimated from
 # After 200 filled iterations jobs count as settled in any case, or with the paired block that follows.
 _LONGEST_SETTLING = 256
-_USE = ("seq", "harvested_ns", "overrun_ns")  # fields of BubbleUse
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt at a job, as last recorded.
-
-    Attributes:
-        uses: numbers of the bubbles that it used, and the ns harvested in each; empty once they count whatever comes.
-        older_uses: number of its uses before those.
-        harvested_ns: its harvest, also in bubbles before those.
-        early_ns: its harvest before jobs had settled; None if that was no longer recorded when it was first asked for.
-        asked: True once it was.
-        counted: number of the last bubble whose overrun is in the rank's sum.
-    """
+    """An attempt at a job, as last recorded."""
 
     ended: bool = False
+    # numbers of the bubbles that it used, and the ns harvested in each; empty once they count whatever comes
     uses: list[tuple[int, int]] = field(default_factory=list)
-    older_uses: int = 0
-    harvested_ns: int = 0
+    older_uses: int = 0  # number of its uses before those
+    harvested_ns: int = 0  # its harvest, also in bubbles before those
     steps: int = 0
+    # its harvest before jobs had settled; None if that was no longer recorded when it was first asked for
     early_ns: int | None = 0
-    asked: bool = False
-    counted: int = -1
+    asked: bool = False  # True once it was
+    counted: int = -1  # number of the last bubble whose overrun is in the rank's sum
 
     def after_ns(self, seq: int) -> int:
         """Return the ns harvested after the bubble with that number."""
@@ -76,44 +68,31 @@ type _Attempts = defaultdict[tuple[str, str, int], _Attempt]  # by the job's nam
 
 @dataclass(slots=True)
 class LiveRank:
-    """The sums of one rank.
-
-    Attributes:
-        iteration: number of its last iteration.
-        ended_ns: end of its last iteration, by the monotonic clock of its node.
-        seq: number of its last recorded bubble that a job could use; 0 for none.
-        bubble_ns: duration of the bubbles of training iterations and saves, by kind.
-        fillable_ns: duration of the bubbles, of evaluations too, while filling was on.
-        harvested_ns: time inside steps in recorded bubbles; jobs are recorded more often than bubbles.
-        overruns: number of bubbles after which a step ran on.
-        ended: number of attempts that ended, by state and cause.
-        running: the attempts that run, as last recorded.
-        settled_after: last iteration in which jobs of some rank set themselves up; 0 before that is known.
-        first_filled: duration in ns of the bubbles of each of the first filled iterations, and the number of its last.
-        early_ns: time in ``harvested_ns`` before jobs had settled; None if that is no longer recorded.
-        samples: its sampled iterations.
-    """
+    """The sums of one rank."""
 
     info: RankInfo
     iterations: int = 0
-    iteration: int = 0
+    iteration: int = 0  # number of its last iteration
     iteration_ns: int = 0
-    ended_ns: int = 0
-    seq: int = 0
+    ended_ns: int = 0  # end of its last iteration, by the monotonic clock of its node
+    seq: int = 0  # number of its last recorded bubble that a job could use; 0 for none
+    # duration of the bubbles of training iterations and saves, by kind
     bubble_ns: Counter[str] = field(default_factory=Counter)
-    fillable_ns: int = 0
-    harvested_ns: int = 0
+    fillable_ns: int = 0  # duration of the bubbles, of evaluations too, while filling was on
+    harvested_ns: int = 0  # time inside steps in recorded bubbles; jobs are recorded more often than bubbles
     overrun_ns: int = 0
-    overruns: int = 0
+    overruns: int = 0  # number of bubbles after which a step ran on
     steps: int = 0
     brakes: list[BrakeEvent] = field(default_factory=list)
+    # number of attempts that ended, by state and cause
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
-    running: Attempts = field(default_factory=list)
+    running: Attempts = field(default_factory=list)  # the attempts that run, as last recorded
     recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    settled_after: int = 0
+    settled_after: int = 0  # last iteration in which jobs of some rank set themselves up; 0 before that is known
+    # duration in ns of the bubbles of each of the first filled iterations, and the number of its last
     first_filled: dict[int, tuple[int, int]] = field(default_factory=dict)
-    early_ns: int | None = 0
-    samples: Samples = field(default_factory=Samples)
+    early_ns: int | None = 0  # time in ``harvested_ns`` before jobs had settled; None if that is no longer recorded
+    samples: Samples = field(default_factory=Samples)  # its sampled iterations
 
     @property
     def settling_ns(self) -> int:
@@ -247,13 +226,14 @@ class LiveSegment:
             self.ranks[number] = rank
             attempts = self._attempts[number]
             with suppress(OSError, FillError):
-                self._look_at_ended(files.ended, rank, attempts)
+                for job, worker in self._ended_since(files.ended):
+                    attempts[_key(job)].ended = True
+                    rank.ended[job.state, job.status.cause] += 1
+                    _add_attempt(rank, attempts[_key(job)], job, worker)
                 running = files.running_attempts()
                 rank.running = [one for one in running if not attempts[_key(one[0])].ended]
             for job, worker in rank.running:
-                one = attempts[_key(job)]
-                one.harvested_ns, one.steps, one.older_uses = worker.harvested_ns, worker.steps_done, worker.older_uses
-                _use(rank, one, job.name, {name: column(worker.uses, name) for name in _USE})
+                _add_attempt(rank, attempts[_key(job)], job, worker)
             for one in attempts.values():
                 one.add_early(rank.settling_seq)
                 if one.ended and not rank.settles and not one.after_ns(rank.seq):
@@ -264,18 +244,11 @@ class LiveSegment:
             rank.harvested_ns = sum(one.harvested_ns - one.after_ns(rank.seq) for one in its)
             rank.steps = sum(one.steps for one in its)
 
-    def _look_at_ended(self, paths: Sequence[Path], rank: LiveRank, attempts: _Attempts) -> None:
+    def _ended_since(self, paths: Sequence[Path]) -> Iterator[tuple[JobRecord, WorkerRecord]]:
+        """Yield the attempts that have ended since the last look."""
         for path in paths:
             _, lines = self._ended.setdefault(path, _Tail(path, "steps")).lines()
-            for content in lines:
-                if "job" not in content:
-                    continue
-                job, worker = content["job"], content["worker"]
-                one = attempts[job["name"], job["directory"], job["attempt"]]
-                one.ended, one.harvested_ns, one.steps = True, worker["harvested_ns"], worker["steps_done"]
-                one.older_uses = worker.get("older_uses", 0)
-                rank.ended[job["status"]["state"], job["status"].get("cause") or ""] += 1
-                _use(rank, one, job["name"], worker["uses"])
+            yield from (attempt_of(content) for content in lines if "job" in content)
 
     def samples(self) -> Iterator[tuple[LiveRank, Sample]]:
         """Yield the sampled iterations that are complete and were not yielded before."""
@@ -312,11 +285,12 @@ def _key(job: JobRecord) -> tuple[str, str, int]:
     return job.name, job.directory, job.attempt
 
 
-def _use(rank: LiveRank, one: _Attempt, job: str, uses: Mapping[str, Sequence[int]]) -> None:
-    """Note the uses of bubbles by an attempt; overruns that are new are added to the rank's."""
-    seqs, harvested, overruns = (uses[name] for name in _USE)
+def _add_attempt(rank: LiveRank, one: _Attempt, job: JobRecord, worker: WorkerRecord) -> None:
+    """Note an attempt as it is now; overruns that are new are added to the rank's."""
+    one.harvested_ns, one.steps, one.older_uses = worker.harvested_ns, worker.steps_done, worker.older_uses
+    seqs, harvested, overruns = (column(worker.uses, name) for name in ("seq", "harvested_ns", "overrun_ns"))
     one.uses = list(zip(seqs, harvested, strict=True))
-    rank.samples.use(job, one.uses)
+    rank.samples.use(job.name, one.uses)
     new = [overrun_ns for seq, overrun_ns in zip(seqs, overruns, strict=True) if seq > one.counted]
     one.counted = max([*seqs, one.counted])
     rank.overrun_ns += sum(new)

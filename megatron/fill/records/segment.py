@@ -42,38 +42,23 @@ class NoRecords(FillError):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A start of the training.
+    """A start of the training."""
 
-    Attributes:
-        folder: folder of its records.
-        number: its number, from 1.
-        command: command line of the training.
-        started_s, ended_s: seconds since the epoch; ``ended_s`` is None if no end was recorded.
-        ranks: number of ranks.
-        jobs: names of the jobs in its jobs file.
-        store: the job store that it served, without passwords; empty for none.
-        sandbox: layers of the sandbox, by name, with the reason why a layer was missing (empty if it was not).
-        trace_iterations: number of iterations for the trace.
-        prices: prices of an hour given at its start; None for none.
-        quota: most that the jobs of each user might take; None for all.
-        warmup: iterations before filling begins; None if it serves no jobs.
-        paired_blocks: iterations in a block with or without filling; 0 for no blocks.
-    """
-
-    folder: Path
-    number: int
-    command: str
-    started_s: float
-    ranks: int
-    jobs: Sequence[str] = ()
-    store: str = ""
+    folder: Path  # folder of its records
+    number: int  # its number, from 1
+    command: str  # command line of the training
+    started_s: float  # since the epoch
+    ranks: int  # number of ranks
+    jobs: Sequence[str] = ()  # names of the jobs in its jobs file
+    store: str = ""  # the job store that it served, without passwords; empty for none
+    # layers of the sandbox, by name, with the reason why a layer was missing (empty if it was not)
     sandbox: Mapping[str, str] = field(default_factory=dict)
-    trace_iterations: int = 3
-    prices: Prices | None = None
-    quota: Quota | None = None
-    warmup: int | None = None
-    paired_blocks: int = 0
-    ended_s: float | None = None
+    trace_iterations: int = 3  # number of iterations for the trace
+    prices: Prices | None = None  # prices of an hour given at its start; None for none
+    quota: Quota | None = None  # most that the jobs of each user might take; None for all
+    warmup: int | None = None  # iterations before filling begins; None if it serves no jobs
+    paired_blocks: int = 0  # iterations in a block with or without filling; 0 for no blocks
+    ended_s: float | None = None  # since the epoch; None if no end was recorded
     ending: SegmentEnding = SegmentEnding.CUT
 
     def files(self, unwritten: Mapping[int, Unwritten] | None = None) -> dict[int, RankFiles]:
@@ -108,19 +93,12 @@ class Segment:
 
 @dataclass(slots=True)
 class RankFiles:
-    """The files of one rank in one segment.
+    """The files of one rank in one segment."""
 
-    Attributes:
-        seen: the rank's record, and its continuation in memory if there is one.
-        ended: its agents' records of ended attempts.
-        running: its agents' files of attempts that run, or ran last.
-        behind: True if the record of an agent lacks something that it could not write.
-    """
-
-    seen: list[Path] = field(default_factory=list)
-    ended: list[Path] = field(default_factory=list)
-    running: list[Path] = field(default_factory=list)
-    behind: bool = False
+    seen: list[Path] = field(default_factory=list)  # the rank's record, and its continuation in memory if there is one
+    ended: list[Path] = field(default_factory=list)  # its agents' records of ended attempts
+    running: list[Path] = field(default_factory=list)  # its agents' files of attempts that run, or ran last
+    behind: bool = False  # True if the record of an agent lacks something that it could not write
 
     def add(self, more: Unwritten) -> None:
         """Add records that are in no file."""

@@ -11,19 +11,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """Records of one rank that are in no file.
+    """Records of one rank that are in no file."""
 
-    Attributes:
-        seen: lines of the rank's record, with their own head; empty if all of it is written.
-        ended: lines of its agent's record, likewise.
-        cut: True if lines of the rank's record are missing in ``seen`` too.
-        lost: True if lines of the agent's record are missing in ``ended`` too.
-    """
-
-    seen: str = ""
-    ended: str = ""
-    cut: bool = False
-    lost: bool = False
+    seen: str = ""  # lines of the rank's record, with their own head; empty if all of it is written
+    ended: str = ""  # lines of its agent's record, likewise
+    cut: bool = False  # True if lines of the rank's record are missing in ``seen`` too
+    lost: bool = False  # True if lines of the agent's record are missing in ``ended`` too
 
     def __bool__(self) -> bool:
         return self != Unwritten()

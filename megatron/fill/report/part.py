@@ -31,45 +31,29 @@ class JobWork:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """The figures of a rank in a segment; times in nanoseconds.
-
-    Attributes:
-        filled: time in iterations with filling on, each up to the start of the next (with an evaluation in between).
-        bubbles: bubble time in completed training iterations, by kind.
-        evaluation: bubble time in evaluations, by kind.
-        fillable: bubble time with filling on, after jobs had settled.
-        settling: bubble time with filling on while jobs of some rank still set themselves up; not in ``fillable``.
-        harvested: time in steps inside fillable bubbles.
-        outside: all time in waits outside the pipeline, the part of it in ``fillable`` and that in ``harvested``, by
-            kind; the last one as far as the workers' records still have single bubbles.
-        time_use: ``fillable``, split by use.
-        alone, share: numerator and denominator of ``fill_efficiency``.
-        done: work by job.
-        latencies, overruns: one entry for each recent bubble of its workers in which a step was begun.
-        errors: sum of the absolute errors of the predicted durations.
-        predicted: number of bubbles of the pipeline with a prediction.
-        known: True if the workers' records are complete; otherwise ``done`` is a lower bound.
-    """
+    """The figures of a rank in a segment; times in nanoseconds."""
 
     info: RankInfo
     segment: int
     iterations: IterationTimes
-    filled: int
-    bubbles: dict[BubbleKind, int]
-    evaluation: dict[BubbleKind, int]
-    fillable: int
-    settling: int
-    harvested: int
+    filled: int  # time in iterations with filling on, each up to the start of the next (with an evaluation in between)
+    bubbles: dict[BubbleKind, int]  # bubble time in completed training iterations, by kind
+    evaluation: dict[BubbleKind, int]  # bubble time in evaluations, by kind
+    fillable: int  # bubble time with filling on, after jobs had settled
+    settling: int  # bubble time with filling on while jobs of some rank still set themselves up; not in ``fillable``
+    harvested: int  # time in steps inside fillable bubbles
+    # all time in waits outside the pipeline, the part of it in ``fillable`` and that in ``harvested``, by kind;
+    # the last one as far as the workers' records still have single bubbles
     outside: dict[BubbleKind, tuple[int, int, int]]
-    time_use: dict[TimeUse, int]
-    alone: float
-    share: float
-    done: dict[str, JobWork]
-    latencies: np.ndarray
-    overruns: np.ndarray
-    errors: int
-    predicted: int
-    known: bool = True
+    time_use: dict[TimeUse, int]  # ``fillable``, split by use
+    alone: float  # numerator of ``fill_efficiency``
+    share: float  # its denominator
+    done: dict[str, JobWork]  # work by job
+    latencies: np.ndarray  # of each recent bubble of its workers in which a step was begun
+    overruns: np.ndarray  # of the same bubbles
+    errors: int  # sum of the absolute errors of the predicted durations
+    predicted: int  # number of bubbles of the pipeline with a prediction
+    known: bool = True  # True if the workers' records are complete; otherwise ``done`` is a lower bound
 
 
 def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:

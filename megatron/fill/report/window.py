@@ -18,19 +18,13 @@ _GAP = 1.1  # a window longer than its iterations by this factor contains someth
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of consecutive iterations.
+    """A stretch of consecutive iterations."""
 
-    Attributes:
-        first, last: numbers of its first and last iteration.
-        start_ns, end_ns: its start and end on the clock of the lowest rank's node.
-        shift_ns: offset to add to a rank's times for that clock, by rank.
-    """
-
-    first: int
+    first: int  # number of its first iteration
     last: int
-    start_ns: int
+    start_ns: int  # on the clock of the lowest rank's node
     end_ns: int
-    shift_ns: dict[int, int]
+    shift_ns: dict[int, int]  # offset to add to a rank's times for that clock, by rank
 
     @property
     def duration_ns(self) -> int:

@@ -12,40 +12,24 @@ NOTE = "PipeFill: "  # beginning of lines in their output that are notes on the 
 
 @dataclass(frozen=True, slots=True)
 class CheckSpec(Spec):
-    """Jobs to be checked.
+    """Jobs to be checked."""
 
-    Attributes:
-        parent: pid of the process that asks.
-        folder: new folder, in which the jobs' own folder is made.
-        search: folders to import from.
-        settings: values of ``FillSettings``, by field.
-        groups: per environment (``env``) the ``jobs`` that have it, each with ``task``, ``args`` and ``command``.
-    """
-
-    parent: int
-    folder: str
-    search: list[str]
+    parent: int  # pid of the process that asks
+    folder: str  # new folder, in which the jobs' own folder is made
+    search: list[str]  # folders to import from
+    # per environment (``env``) the ``jobs`` that have it, each with ``task``, ``args`` and ``command``
     groups: list[dict[str, Any]]
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # values of ``FillSettings``, by field
 
 
 @dataclass(frozen=True, slots=True)
 class StandInSpec(Spec):
-    """A stand-in for a training that only waits.
+    """A stand-in for a training that only waits."""
 
-    Attributes:
-        run_dir: its run folder, a new one.
-        store: the URL of the job store that it serves.
-        search: folders that its jobs are imported from.
-        bubble_s: duration of the bubble in each iteration.
-        period_s: duration of an iteration.
-        settings: values of ``FillSettings``, by field.
-    """
-
-    run_dir: str
-    store: str
-    search: list[str]
+    run_dir: str  # its run folder, a new one
+    store: str  # the URL of the job store that it serves
+    search: list[str]  # folders that its jobs are imported from
     device: str
-    bubble_s: float
-    period_s: float
-    settings: dict[str, Any] = field(default_factory=dict)
+    bubble_s: float  # duration of the bubble in each iteration
+    period_s: float  # duration of an iteration
+    settings: dict[str, Any] = field(default_factory=dict)  # values of ``FillSettings``, by field
