@@ -70,11 +70,7 @@ def submit(
 
 
 def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
-    """Check that the jobs can be loaded.
-
-    Raises:
-        ConfigError: some cannot; the message has a line for each kind of such jobs.
-    """
+    """Raise ConfigError, with a line for each kind of such jobs, if some cannot be loaded."""
     from megatron.fill.given.jobs import distinct
     from megatron.fill.trial.check import examine
 

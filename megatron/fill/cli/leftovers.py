@@ -52,7 +52,6 @@ class Leftovers:
     """The leftovers of some runs in their folders and stores.
 
     Args:
-        runs: run folders.
         older_s: time in s since which nothing of what goes may have changed.
         given: a store as the user names it, for one whose password the records do not have; None for none.
 
@@ -188,10 +187,7 @@ def _served(run: Path) -> tuple[str, ...]:
 
 
 def _used(run: Path, older_s: float) -> str:
-    """Return why a run stays whatever is in its stores; empty if nothing keeps it.
-
-    No file counts that a job can write.
-    """
+    """Return why a run stays whatever is in its stores, or empty.  Files that jobs can write do not count."""
     segments = read_segments(run)
     if any(segment.ending is SegmentEnding.RUNNING for segment in segments):
         return "its training runs"
@@ -253,11 +249,7 @@ def _of_jobs(jobs: Iterable[tuple[str, Job]]) -> list[Path]:
 
 @contextlib.contextmanager
 def _held(run: Path) -> Iterator[bool]:
-    """Lock a run folder against trainings; yield False if one holds it.
-
-    Raises:
-        OSError: the lock file cannot be opened.
-    """
+    """Lock a run folder against trainings; yield False if one holds it."""
     fd = os.open(run / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         yield _lock(fd)

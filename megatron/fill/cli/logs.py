@@ -58,11 +58,7 @@ class _Output:
         self._read = 0
 
     def read(self, job: Job) -> bytes:
-        """Return the output since the last call.
-
-        Raises:
-            JobError: the file exists and cannot be read, or cannot have been written by an agent.
-        """
+        """Return the output since the last call; JobError if it is there and cannot be read, or is no agent's."""
         if not job.directory:
             return b""
         path = _path(job)

@@ -29,11 +29,7 @@ def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
 
 
 def checked_device(name: str | None) -> str:
-    """Return the device that ``--device`` names; by default a GPU, or the CPU without one.
-
-    Raises:
-        ConfigError: the name is not that of a device, or this machine lacks the device.
-    """
+    """Return the device of ``--device``, or else a GPU if there is one, or the CPU; ConfigError if it is not there."""
     from megatron.fill.device import DeviceError
     from megatron.fill.device.meter import default_device
     from megatron.fill.device.nvml import Nvml, uuid_of

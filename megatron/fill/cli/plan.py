@@ -169,7 +169,7 @@ def _plan_rank(
 
     Args:
         cycle: the rank's cycle with that limit as each bubble's free memory.
-        caps: memory that each job asks for, by name; None if it names none.
+        caps: memory that each job asks for, by name.
     """
     from megatron.fill.planner.held import leftover, packed_ns
 

@@ -153,11 +153,7 @@ def _key(spec: JobSpec, mark: str) -> str:
 
 
 def _measure(spec: JobSpec, search: list[str], device: str) -> Measured | None:
-    """Measure a job by itself; None if it has neither nodes nor steps, as a command or an imperative task.
-
-    Raises:
-        ConfigError: the job cannot be measured.
-    """
+    """Measure a job by itself; None for a command or imperative task, ConfigError if it cannot be measured."""
     if spec.task is None:
         return None
     from megatron.fill.agent.admission import LIBRARY_SETTINGS

@@ -97,11 +97,7 @@ def _pressed(seconds: float) -> str:
 
 
 class _View:
-    """The known state of a run, read again for every view.
-
-    Raises:
-        FillError: the folder has no records.
-    """
+    """The known state of a run, read again for every view."""
 
     def __init__(self, run: Path) -> None:
         from megatron.fill.records import LiveSegment, last_segment

@@ -116,12 +116,7 @@ def trials_of(
     kept: bool,
     say: Callable[[str], None],
 ) -> Iterator[Trial]:
-    """Try one job after the other.
-
-    Args:
-        folder: parent of the jobs' folders.
-        kept: True if it is kept, so that a trial may name its job's folder.
-    """
+    """Try one job after the other, each in a folder below ``folder``, which the trial names if it is kept."""
     from megatron.fill.trial.check import examine
     from megatron.fill.trial.run import refused, try_job
 
@@ -135,11 +130,7 @@ def trials_of(
 
 @contextmanager
 def trial_folder(keep: Path | None) -> Iterator[Path]:
-    """Create a folder for trials: ``keep``, or a temporary one that jobs of any user may enter, deleted at the end.
-
-    Raises:
-        ConfigError: ``keep`` cannot be created, or exists already.
-    """
+    """Create a folder for trials: ``keep``, or a temporary one that jobs of any user may enter, deleted at the end."""
     if keep is not None:
         try:
             keep.mkdir(parents=True)

@@ -113,8 +113,7 @@ def _within(job: Job, first_s: float | None) -> bool:
 def used(jobs: Iterable[Job], name: Callable[[Job], str], prices: Mapping[str, float | None]) -> dict[str, Used]:
     """Return the usage by the name that a job's time is booked on, most device time first.
 
-    Args:
-        prices: price of a device-hour by run folder; None where it is not known.
+    ``prices`` are those of a device-hour by run folder, None where one is not known.
     """
     found: defaultdict[str, Used] = defaultdict(Used)
     for job in jobs:

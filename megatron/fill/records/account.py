@@ -58,11 +58,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def read_accounts(folder: Path) -> list[AccountRecord]:
-    """Return the accounts of a segment's ranks, ascending by rank; ranks that left none are missing.
-
-    Raises:
-        FillError: an account cannot be read, or is damaged.
-    """
+    """Return the accounts of the ranks of a segment that left one, ascending by rank; FillError if one is damaged."""
     return sorted(map(_read, folder.glob("account*.json")), key=lambda one: one.rank)
 
 

@@ -65,10 +65,7 @@ def forgets(unrecorded_ns: int, first_seq: int, older_uses: int, seq: int) -> bo
 
 
 def attempts_text(attempts: Attempts, most_bytes: int) -> bytes | None:
-    """Return the content of ``write_agent`` without steps.
-
-    If it is longer than ``most_bytes``, the single bubbles are left out too; None if it is still too long.
-    """
+    """Return the content of ``write_agent`` without steps, or even single bubbles; None if it is still too long."""
     for uses in (True, False):
         less = [(job, replace(worker, steps=())) for job, worker in attempts]
         if not uses:

@@ -32,11 +32,7 @@ def head(kind: str, **more: Any) -> bytes:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append complete lines to a file, or nothing if that fails, so that later lines stay readable.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Append complete lines to a file, or nothing if that raises OSError, so that later lines stay readable."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         before = os.fstat(fd).st_size

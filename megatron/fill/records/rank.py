@@ -126,11 +126,7 @@ class RankWriter:
         return self._waiting.empty()
 
     def add(self, part: RankRecord) -> None:
-        """Hand a part over to the thread, without waiting.
-
-        Raises:
-            queue.Full: the writer is not ready.
-        """
+        """Hand a part over to the thread, without waiting; queue.Full if it is not ``ready``."""
         self._waiting.put_nowait(_lines(part))
 
     def close(self, rest: RankRecord, timeout_s: float) -> bool:

@@ -62,11 +62,7 @@ class Segment:
     ending: SegmentEnding = SegmentEnding.CUT
 
     def files(self, unwritten: Mapping[int, Unwritten] | None = None) -> dict[int, RankFiles]:
-        """Return the files of each rank, ascending by rank.
-
-        Args:
-            unwritten: records that are in no file, by rank; added to the result.
-        """
+        """Return the files of each rank, ascending by rank, with records that are in no file, by rank."""
         found: dict[int, RankFiles] = {}
         for path in sorted(self.folder.glob("*")):
             match = _FILE.fullmatch(path.name)
@@ -109,11 +105,7 @@ class RankFiles:
         self.behind = more.lost
 
     def record(self, spans: bool = True) -> RankRecord | None:
-        """Return the rank's record, with or without ``spans``; None if it left none.
-
-        Raises:
-            FillError: the record cannot be read.
-        """
+        """Return the rank's record (``read_rank``), with or without ``spans``; None if it left none."""
         record = None
         for path in self.seen:
             with suppress(NothingRecorded):
@@ -123,11 +115,7 @@ class RankFiles:
     def attempts(self, steps: bool = True) -> Attempts:
         """Return the attempts at jobs on this rank in the order in which they ended, then those without a recorded end.
 
-        Args:
-            steps: False to skip their steps.
-
-        Raises:
-            FillError: a record cannot be read.
+        They are read by ``read_agent``, with or without ``steps``.
         """
         ended = sorted(_read(self.ended, steps), key=lambda one: one[0].ended_s)
         known = {(job.directory, job.attempt) for job, _ in ended}
@@ -158,11 +146,7 @@ class OpenSegment:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def end(self, ending: SegmentEnding) -> None:
-        """Record the ending and unlock the segment.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Record the ending and unlock the segment; OSError if the file cannot be written."""
         self.segment = replace(self.segment, ended_s=time.time(), ending=ending)
         self._write(self.segment)
         os.close(self._fd)
@@ -177,14 +161,7 @@ class OpenSegment:
 
 
 def begin_segment(run_dir: Path, command: str, ranks: int, **more: Any) -> OpenSegment:
-    """Create the next segment's folder and file.
-
-    Args:
-        more: further attributes of ``Segment``.
-
-    Raises:
-        OSError: the folder or the file cannot be created.
-    """
+    """Create the next segment's folder and file; ``more`` are further attributes of ``Segment``."""
     records = run_dir / RECORDS
     records.mkdir(parents=True, exist_ok=True)
     number = max(_numbers(records), default=0) + 1

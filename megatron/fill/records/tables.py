@@ -9,12 +9,7 @@ from typing import Any, overload
 
 
 class Table[T](Sequence[T]):
-    """A sequence of values of one dataclass, stored by column; each value is created on access.
-
-    Args:
-        cls: the dataclass.
-        columns: the values of each field, in the order of the fields; all of one length.
-    """
+    """A sequence of values of one dataclass, created on access from a column per field, in the order of the fields."""
 
     def __init__(self, cls: type[T], columns: Mapping[str, list[Any]]) -> None:
         self._cls = cls
@@ -70,11 +65,7 @@ def as_columns(cls: type, values: Iterable[Any]) -> dict[str, Sequence[Any]]:
 
 
 def extend(columns: dict[str, list[Any]], cls: type, more: Mapping[str, Sequence[Any]]) -> None:
-    """Append the columns that ``as_columns`` returned for further values.
-
-    Raises:
-        ValueError: the names of the columns are not the fields of ``cls``, or their lengths differ.
-    """
+    """Append the ``as_columns`` of more values; ValueError if these are not columns of one length for all fields."""
     names = names_of(cls)
     if list(more) != names or len({len(kept) for kept in more.values()}) != 1:
         raise ValueError(f"the columns of {cls.__name__} are {list(more)}; expected {names}, all of one length")

@@ -20,11 +20,7 @@ def account_records(segments: Sequence[Segment]) -> list[AccountRecord]:
 
 
 def account(segments: Sequence[Segment], records: Sequence[AccountRecord]) -> list[AccountReport]:
-    """Return the account of each rank over these segments, and that of all ranks; empty if no rank left one.
-
-    Args:
-        records: their ``account_records``.
-    """
+    """Return the account of each rank over these segments, and that of all ranks; empty without a record."""
     parts: defaultdict[int, list[AccountRecord]] = defaultdict(list)
     for record in records:
         parts[record.rank].append(record)

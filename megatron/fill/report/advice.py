@@ -1,7 +1,4 @@
-"""The reason why a run filled nothing, and a sentence of advice for its user.
-
-The cause is derived from the report's measured figures alone, never from the text of a message.
-"""
+"""The reason why a run filled nothing, from the report's measured figures alone, and a sentence of advice."""
 
 from __future__ import annotations
 

@@ -122,7 +122,6 @@ class ReportBuilder:
 
         Args:
             segments: all segments of the run, in order.
-            jobs: the report of each job.
             prices: used instead of the prices that the run was started with.
             unwritten: added records that are in no file, by segment and rank.
             between: records of the jobs after a segment, without a training, by segment.

@@ -58,9 +58,7 @@ def _evaluations(bubbles: Bubbles) -> np.ndarray:
 def _most_common(bubbles: Bubbles, chosen: np.ndarray, group: np.ndarray) -> np.ndarray:
     """Return the groups with the most common number of bubbles: one row of bubble positions per group, ordered by time.
 
-    Args:
-        chosen: positions of the bubbles to group.
-        group: group number of each chosen bubble.
+    ``group`` has the group's number of each bubble at the positions ``chosen``.
     """
     if not len(chosen):
         return np.zeros((0, 0), dtype=np.int64)

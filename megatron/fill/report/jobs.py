@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron.fill.records import Segment, SegmentEnding
 from megatron.fill.report.part import finite
@@ -60,32 +61,29 @@ def _corrected(job: JobRecord, told: Mapping[str, JobRecord]) -> JobRecord:
     return replace(job, status=now.status)
 
 
+def _outcome(job: JobRecord) -> dict[str, Any]:
+    return {
+        "rank": job.rank,
+        "state": job.state,
+        "cause": job.status.cause,
+        "reason": job.reason,
+        "work_done": finite(job.work_done),
+        "steps": job.steps,
+        "harvested_s": job.harvested_s,
+    }
+
+
 def _attempt(number: int, job: JobRecord) -> AttemptReport:
-    return AttemptReport(
-        segment=number,
-        rank=job.rank,
-        state=job.state,
-        cause=job.status.cause,
-        reason=job.reason,
-        ready_s=(job.ready_ns - job.started_ns) / 1e9 if job.ready_ns else None,
-        work_done=finite(job.work_done),
-        steps=job.steps,
-        harvested_s=job.harvested_s,
-    )
+    ready_s = (job.ready_ns - job.started_ns) / 1e9 if job.ready_ns else None
+    return AttemptReport(segment=number, ready_s=ready_s, **_outcome(job))
 
 
 def _job(job: JobRecord, attempts: list[AttemptReport]) -> JobReport:
     return JobReport(
+        **_outcome(job),
         name=job.name,
-        state=job.state,
-        cause=job.status.cause,
-        reason=job.reason,
-        work_done=finite(job.work_done),
         unit=job.unit,
         what=job.what,
-        rank=job.rank,
-        steps=job.steps,
-        harvested_s=job.harvested_s,
         rate=ratio(finite(job.work_done), job.harvested_s),
         total_work=job.total_work if job.total_work is None or math.isfinite(job.total_work) else None,
         side_throughput=job.side_throughput,

@@ -26,7 +26,7 @@ _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
 def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list[Late]:
     """Return the late ranks by what the others waited in, those that were waited for longest first.
 
-    Groups whose ranks the records do not tell (context, expert and other groups) are left out.
+    Context, expert and other groups, whose ranks the records do not tell, are left out.
     """
     named = {one.rank: {its.name: its.time_s for its in one.times} for one in accounts if one.rank is not None}
     found: list[Late] = []

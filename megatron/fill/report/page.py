@@ -1,7 +1,4 @@
-"""A run's report as one HTML page, which needs no network: figures, charts that zoom, jobs and events.
-
-The charts are drawn by Vega, whose scripts the package ``vl-convert-python`` has.
-"""
+"""A run's report as one HTML page, which needs no network: figures, charts that zoom, jobs and events."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ _QUIET = (Cause.FINISHED, Cause.NONE)  # of attempts that are no events
 
 
 def library() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script.
-
-    Raises:
-        FillError: they are not installed.
-    """
+    """Return Vega, Vega-Lite and Vega-Embed as one script, from ``vl-convert-python``; FillError without it."""
     try:
         import vl_convert
     except ImportError as error:

@@ -63,8 +63,6 @@ def draw_timeline(
 ) -> None:
     """Draw a PNG with two lanes per rank: the training with its bubbles, and the jobs' steps; below, the whole run.
 
-    Two iterations are drawn (``choose_window``).
-
     Args:
         summary: figures for the title.
         accounts: accounts of the ranks' time, then that of all ranks; those of the drawn ranks are drawn.

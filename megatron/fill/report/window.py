@@ -88,10 +88,9 @@ def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], 
 def _shifts(
     ranks: Sequence[RankRecord], by_number: Sequence[dict[int, Iteration]], common: Iterable[int]
 ) -> dict[int, int]:
-    """Return the clock shift of each rank's node, in ns, by rank.
+    """Return the clock shift of each rank's node, in ns, by rank: nodes do not share CLOCK_MONOTONIC.
 
-    Nodes do not share CLOCK_MONOTONIC; but an iteration ends with a collective of all ranks, so its ends are assumed to
-    be simultaneous.
+    An iteration ends with a collective of all ranks, so its ends are assumed to be simultaneous.
     """
     ends: defaultdict[int, list[float]] = defaultdict(list)
     home = ranks[0].info.node

@@ -23,14 +23,11 @@ _MOST_S = 120.0  # timeout for all jobs together: importing torch takes a while 
 
 
 def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[str, Any]) -> list[Examined]:
-    """Check each job, in another process, and return the findings.
+    """Check each job, in another process, and return the findings; ConfigError if the check itself failed.
 
     Args:
         search: absolute folders that tasks are imported from, besides the installed packages.
         settings: ``FillSettings`` on which the sandbox depends, by field.
-
-    Raises:
-        ConfigError: the check itself failed.
     """
     groups: dict[str, list[JobSpec]] = {}
     for job in distinct(jobs):

@@ -14,12 +14,7 @@ _FEW = 100  # number of steps below which p99 is not meaningful
 
 
 def hints(trial: Trial, max_overruns: int, kinds: bool) -> Iterator[str]:
-    """Yield the hints, a sentence or two each.
-
-    Args:
-        max_overruns: number of violations after which a job is ended.
-        kinds: True if its steps are of several kinds (nodes), so that uneven ones are expected.
-    """
+    """Yield the hints, a sentence or two each; steps of several ``kinds`` (nodes) are expected to be uneven."""
     for callback in ("start()", "pause()"):
         took_ms = trial.callbacks_ms.get(callback, 0.0)
         if took_ms > _SLOW * trial.bubble_ms:

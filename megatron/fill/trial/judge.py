@@ -28,8 +28,7 @@ def judge(job: JobSpec, found: Examined, runs: Sequence[TrialTraining], size_byt
 
     Args:
         found: the findings of the check before the run.
-        runs: one run, or two, of which the second resumed from the first one's checkpoint.
-        size_bytes: size of the first run's checkpoint; 0 for none.
+        runs: one run, or two, of which the second resumed from the first one's checkpoint of ``size_bytes``.
     """
     last = runs[-1]
     record, worker = last.record, last.worker

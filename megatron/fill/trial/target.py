@@ -18,13 +18,9 @@ _SHOWN = 10  # names, in a message
 
 
 def jobs_of(path: Path, names: Sequence[str]) -> list[JobSpec]:
-    """Return the first job of each kind in a jobs file, or the jobs with the given names.
+    """Return the first job of each kind in a jobs file, or the jobs with these names; ConfigError if one is not there.
 
-    Args:
-        names: names in the file; for a job with a ``count``, the first instance is returned.
-
-    Raises:
-        ConfigError: the file is wrong, or has no such job.
+    Of a job with a ``count`` it is the first instance.
     """
     jobs = load_jobs(path)
     if not names:

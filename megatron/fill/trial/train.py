@@ -34,11 +34,7 @@ class TrialTraining:
 
 
 def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job], bool]) -> TrialTraining:
-    """Run the stand-in until the job has ended, or ``enough`` returns True for it.
-
-    Raises:
-        FillError: the stand-in did not start, or ended by itself.
-    """
+    """Run the stand-in until the job has ended, or ``enough`` returns True for it; FillError if it ends by itself."""
     before = store.get(job_id).attempt
     log = Path(f"{spec.run_dir}.log")
     with _standin(spec, log) as process:
