@@ -43,7 +43,7 @@ class ImageTraining(SideTask):
         """Build the model and the data.
 
         Args:
-            model: ``resnet18``, ``resnet50``, ``vgg19``, or another image model of ``models.WORKLOADS``.
+            model: ``resnet18``, ``resnet50``, ``vgg19``, or another image model of ``models.MODELS``.
             model_args: as for ``build_model``.
             data: ``module:factory`` of a data set of ``(image, class)``; None for random images.
             data_args: arguments of the factory, or of ``RandomData``.

@@ -43,6 +43,10 @@ class Model:
     variant: str = ""
     source: str = ""
 
+    @property
+    def is_text(self) -> bool:
+        return self.shape is not None
+
 
 def _image(name: str, parameters: int, pixels: int, variant: str, paper: str) -> Model:
     return Model(name, parameters, pixels, variant=variant, source=f"{paper}, {pixels} x {pixels} pixels")

@@ -16,7 +16,6 @@ import ctypes
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from megatron.fill.linux.libc import prctl
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.sandbox import enter, powers
 from megatron.fill.sandbox.process import SandboxedProcess
-from megatron.fill.sandbox.syscalls import capabilities
 from megatron.fill.worker import worker
 from megatron.fill.worker.pacing import StepDevice
 from megatron.fill.worker.spec import WorkerSpec
@@ -200,7 +198,7 @@ def keep_the_class() -> None:
         powers.become(uid, gid)
 
     def give_up_powers() -> str:
-        capabilities(struct.pack("6I", _CAP_SYS_NICE, _CAP_SYS_NICE, 0, 0, 0, 0))  # effective, permitted, inheritable
+        powers.keep_powers(_CAP_SYS_NICE)
         return ""
 
     for step in (become, give_up_powers):

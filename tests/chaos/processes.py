@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron.fill.linux.tree import TICKS_PER_S, read_process, stat_fields
+from megatron.fill.linux.proc import stat_fields
+from megatron.fill.linux.tree import TICKS_PER_S, read_process
 from tests.chaos.programs import agent_program, worker_program
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.fill.agent.ending import Ending, How
-from megatron.fill.linux.state import state_in, waited_ns_in
+from megatron.fill.linux.proc import state_in, waited_ns_in
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.status import Cause

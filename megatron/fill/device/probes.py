@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -14,6 +13,7 @@ from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import DeviceError
 from megatron.fill.linux.architecture import unordered
 from megatron.fill.linux.cgroup import CgroupHome, find_home
+from megatron.fill.linux.proc import text
 
 _HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux
 
@@ -109,25 +109,17 @@ def find_device_limits(
     Drivers register their regions with the controller ``dmem``, which cannot limit the memory of a driver that does
     not.
     """
-    path = ""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
-        path = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
+    lines = text(proc / "self/cgroup").splitlines()
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
     own = groups / path.lstrip("/")
-    regions = {line.split()[0] for line in (*_lines(groups / "dmem.capacity"), *_lines(own / "dmem.current"))}
+    known = text(groups / "dmem.capacity") + text(own / "dmem.current")
+    regions = {line.split()[0] for line in known.splitlines()}
     limits = []
     for group in (own, *own.parents):
         if not group.is_relative_to(groups):
             break
-        limits += [line for line in _lines(group / "dmem.max") if not line.endswith(" max")]
+        limits += [line for line in text(group / "dmem.max").splitlines() if not line.endswith(" max")]
     return tuple(sorted(regions)), tuple(limits)
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError:
-        return []
 
 
 def has_host_pids(proc: Path = Path("/proc")) -> bool:
@@ -151,10 +143,7 @@ def can_idle() -> bool:
 
 
 def has_autogroup(proc: Path = Path("/proc")) -> bool:
-    try:
-        return (proc / "sys/kernel/sched_autogroup_enabled").read_text(encoding="ascii").strip() == "1"
-    except OSError:
-        return False
+    return text(proc / "sys/kernel/sched_autogroup_enabled").strip() == "1"
 
 
 def can_seal() -> bool:

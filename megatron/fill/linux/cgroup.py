@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.fill.linux.proc import numbers, text
+
 _NAME = re.compile(r"[\w.-]+")
 _PREFIX = "pipefill-"
 _STALE_S = 60.0  # a group that is empty for longer than a worker takes to start was left by a killed agent
@@ -81,7 +83,7 @@ def _usable(path: Path, why: str) -> CgroupHome:
     """The home at ``path``, if it is writable; ``why`` explains missing controllers."""
     if not all(os.access(file, os.W_OK) for file in (path, path / "cgroup.procs")):
         return CgroupHome(None, why="the control groups are not writable for this user")
-    controllers = frozenset(_read(path / "cgroup.subtree_control").split())
+    controllers = frozenset(text(path / "cgroup.subtree_control").split())
     lacking = [name for name in ("memory", "pids") if name not in controllers]
     return CgroupHome(path, controllers, f"{why} {' and '.join(lacking)}" if lacking else "")
 
@@ -93,12 +95,12 @@ def own_group(proc: Path = Path("/proc"), version_1: str = "") -> Path | str:
         version_1: controller whose version 1 hierarchy is searched; empty for version 2's hierarchy.
     """
     name = f"cgroup v1 with {version_1}" if version_1 else "cgroup v2"
-    mounts = [line.split() for line in _read(proc / "self/mountinfo").splitlines()]
+    mounts = [line.split() for line in text(proc / "self/mountinfo").splitlines()]
     found = [(Path(m[4]), m[3]) for m in mounts if _is_hierarchy(m[m.index("-") + 1 :], version_1)]
     if not found:
         return f"{name} is not mounted"
     mount, root = found[0]
-    fields = [line.split(":", 2) for line in _read(proc / "self/cgroup").splitlines()]
+    fields = [line.split(":", 2) for line in text(proc / "self/cgroup").splitlines()]
     lines = [path for _, controllers, path in fields if version_1 in controllers.split(",")]
     inside = lines[0] if lines else "/"
     relative = os.path.relpath(inside, root)
@@ -167,7 +169,7 @@ class Cgroup:
         return self._write("cgroup.procs", str(pid))
 
     def processes(self) -> list[int]:
-        return [int(pid) for pid in _read(self.path / "cgroup.procs").split() if pid != "0"]
+        return [int(pid) for pid in text(self.path / "cgroup.procs").split() if pid != "0"]
 
     def kill(self) -> bool:
         """Kill all processes in it at once, also those being forked; False if the kernel cannot (before 5.14)."""
@@ -178,25 +180,26 @@ class Cgroup:
 
     def held_bytes(self) -> int:
         """The memory of the processes without file pages, which the kernel reclaims when memory is needed."""
-        stat = self.path / "memory.stat"
-        return _entry(stat, "anon") + _entry(stat, "shmem")
+        stat = numbers(self.path / "memory.stat")
+        return stat.get("anon", 0) + stat.get("shmem", 0)
 
     def busy_s(self) -> float | None:
         """The CPU time in s used in the group; None if the kernel does not report it."""
-        return _entry(self.path / "cpu.stat", "usage_usec") / 1e6 if (self.path / "cpu.stat").exists() else None
+        stat = numbers(self.path / "cpu.stat")
+        return stat.get("usage_usec", 0) / 1e6 if stat else None
 
     def peak_bytes(self) -> int:
         """The peak of the memory that ``memory.max`` limits; 0 if the kernel does not report it (before 5.19)."""
-        text = _read(self.path / "memory.peak").strip()
-        return int(text) if text.isdigit() else 0
+        peak = text(self.path / "memory.peak").strip()
+        return int(peak) if peak.isdigit() else 0
 
     def memory_kills(self) -> int:
         """The number of processes that the kernel killed because of ``memory.max``."""
-        return _entry(self.path / "memory.events", "oom_kill")
+        return numbers(self.path / "memory.events").get("oom_kill", 0)
 
     def refused_forks(self) -> int:
         """The number of forks refused because of ``pids.max``."""
-        return _entry(self.path / "pids.events", "max")
+        return numbers(self.path / "pids.events").get("max", 0)
 
     def close(self) -> None:
         """Remove the group; it stays if a process in it cannot be killed (asleep in a driver)."""
@@ -230,16 +233,3 @@ def _sweep(home: Path) -> None:
         with contextlib.suppress(OSError):  # it holds processes, or another process removed it first
             if time.time() - group.stat().st_mtime > _STALE_S:
                 group.rmdir()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _entry(path: Path, name: str) -> int:
-    """The number behind ``name`` in a file of names and numbers; 0 if it is missing."""
-    found = [line.split()[1] for line in _read(path).splitlines() if line.startswith(name + " ")]
-    return int(found[0]) if found else 0

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.linux.tree import read
+from megatron.fill.linux.proc import numbers, read
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
 _INODE_BYTES = 1024  # a file in memory with its names and attributes, as the kernel itself counts it
@@ -51,8 +51,8 @@ class Held:
 
 def private_bytes(pid: int, proc: str = "/proc") -> int:
     """A process's memory, resident or swapped out, without that of files on disk; 0 once the process is gone."""
-    status = _numbers(f"{proc}/{pid}/status")
-    return 1024 * sum(status.get(name, 0) for name in (b"RssAnon", b"RssShmem", b"VmSwap"))
+    status = numbers(f"{proc}/{pid}/status")
+    return 1024 * sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
 
 
 class HeldMemory:
@@ -77,10 +77,10 @@ class HeldMemory:
         sockets: set[str] = set()
         pipes: set[str] = set()
         for pid in pids:
-            status = _numbers(f"{self._proc}/{pid}/status")
-            private += 1024 * sum(status.get(name, 0) for name in (b"RssAnon", b"VmSwap", b"HugetlbPages"))
-            mapped += 1024 * status.get(b"RssShmem", 0)
-            kernel += 1024 * status.get(b"VmPTE", 0) + _THREAD_BYTES * status.get(b"Threads", 0)
+            status = numbers(f"{self._proc}/{pid}/status")
+            private += 1024 * sum(status.get(name, 0) for name in ("RssAnon", "VmSwap", "HugetlbPages"))
+            mapped += 1024 * status.get("RssShmem", 0)
+            kernel += 1024 * status.get("VmPTE", 0) + _THREAD_BYTES * status.get("Threads", 0)
             entries = _entries(f"{self._proc}/{pid}/fd")
             polls = 0
             for entry in entries[: max(0, _MOST_LINKS - descriptors)]:
@@ -113,11 +113,11 @@ class HeldMemory:
         """
         private = mapped = 0
         for pid in pids:
-            found = _numbers(f"{self._proc}/{pid}/smaps_rollup")
+            found = numbers(f"{self._proc}/{pid}/smaps_rollup")
             if not found:
                 return None
-            private += 1024 * (found.get(b"Pss_Anon", 0) + found.get(b"SwapPss", 0))
-            mapped += 1024 * found.get(b"Pss_Shmem", 0)
+            private += 1024 * (found.get("Pss_Anon", 0) + found.get("SwapPss", 0))
+            mapped += 1024 * found.get("Pss_Shmem", 0)
         if mapped and held.files:
             mapped = min(mapped, sum(self._shared_bytes(pid) for pid in pids))
         return private + mapped + held.files + held.kernel
@@ -180,14 +180,3 @@ def _entries(folder: str) -> list[str]:
         return [f"{folder}/{name}" for name in os.listdir(folder)]
     except OSError:
         return []
-
-
-def _numbers(path: str) -> dict[bytes, int]:
-    """The numbers in a file of names and numbers, in the file's units."""
-    found = {}
-    for line in read(path).splitlines():
-        name, _, value = line.partition(b":")
-        first = value.split(maxsplit=1)[:1]
-        if first and first[0].isdigit():
-            found[name] = int(first[0])
-    return found

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from megatron.fill.linux.proc import stat_fields
 
 
 def die_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
@@ -55,8 +56,7 @@ def yield_to_other_sessions() -> None:
 
 def process_started_ns() -> int:
     """Return the time at which this process was started, or forked, in ns of CLOCK_MONOTONIC; accurate to 10 ms."""
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    ticks = int(stat.rpartition(")")[2].split()[19])
+    ticks = int(stat_fields("/proc/self/stat")[21])
     since_boot_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return time.monotonic_ns() - (since_boot_ns - ticks * 10**9 // os.sysconf("SC_CLK_TCK"))
 

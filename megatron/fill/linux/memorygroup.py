@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.linux.cgroup import own_group
+from megatron.fill.linux.proc import numbers, text
 
 _NO_LIMIT = 1 << 62  # version 1 reports "no limit" as a number a little below 2**63
 
@@ -48,7 +49,7 @@ class MemoryGroup:
         File pages not used recently count as available, since the kernel reclaims them.  The limit is read each time,
         since it may change.
         """
-        stat = _numbers(self.path / "memory.stat")
+        stat = numbers(self.path / "memory.stat")
         limits = [stat.get(name, _number(self.path / name)) for name in self.files.limits]
         cap = min((limit for limit in limits if limit is not None), default=sys.maxsize)
         if cap >= _NO_LIMIT:
@@ -69,18 +70,5 @@ def memory_groups(proc: Path = Path("/proc")) -> list[MemoryGroup]:
 
 
 def _number(file: Path) -> int | None:
-    text = _read(file).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """The numbers in a file of names and numbers."""
-    pairs = [line.split() for line in _read(file).splitlines()]
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
+    number = text(file).strip()
+    return int(number) if number.isdigit() else None

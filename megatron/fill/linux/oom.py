@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from megatron.fill.linux.proc import numbers
+
 _RECORD_BYTES = 8192  # the longest record of /dev/kmsg
 
 
@@ -53,8 +55,4 @@ class OomLog:
             records.append(data.decode(errors="replace"))
 
     def _count(self) -> int:
-        with contextlib.suppress(OSError):
-            for line in self._counters.read_text(encoding="utf-8").splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-        return 0
+        return numbers(self._counters).get("oom_kill", 0)

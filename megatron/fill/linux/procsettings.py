@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.fill.linux.tree import read
+from megatron.fill.linux.proc import read
 
 _TRIES, _PAUSE_S = 5, 0.06  # the kernel changes an autogroup ten times a second at most
 _BROKEN = "it changed its own standing"

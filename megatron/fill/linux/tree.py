@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from megatron.fill.linux.proc import read, stat_fields
+
 MARK = "PIPEFILL_WORKER"  # environment variable of all processes of a worker
 # Workers that this process started, and their holders: they are not orphans, since their starter waits for them.
 OWN: set[int] = set()
-_READ_BYTES = 1 << 16
 _PARENT, _GROUP, _THREADS, _STARTED = 3, 4, 19, 21  # indices into ``stat_fields``
 _BUSY = slice(13, 17)  # own time in user mode and in the kernel, and that of reaped children
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -42,17 +43,6 @@ class Process:
     @property
     def alive(self) -> bool:
         return self.state not in "ZX"
-
-
-def stat_fields(path: str) -> list[bytes]:
-    """The fields of a ``stat`` file of /proc, in the order of proc_pid_stat(5) from 0; empty once the process or thread
-    is gone.
-
-    Pid and name are left empty.
-    """
-    text = read(path)
-    # The name, in parentheses, may contain any characters, also spaces and parentheses.
-    return [b"", b"", *text[text.rindex(b")") + 1 :].split()] if text else []
 
 
 def read_process(pid: int, proc: str = "/proc") -> Process | None:
@@ -90,23 +80,6 @@ def descendants(pid: int, proc: str = "/proc") -> list[int]:
 def marked(pid: int, mark: str, proc: str = "/proc") -> bool:
     """True if the process was started with this mark in its environment."""
     return f"{MARK}={mark}".encode() in read(f"{proc}/{pid}/environ").split(b"\0")
-
-
-def read(path: str) -> bytes:
-    """Read a whole file; empty if the process is gone.  A few times faster than ``Path.read_bytes``."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    parts = []
-    try:
-        while part := os.read(fd, _READ_BYTES):  # the kernel may give a page at a time
-            parts.append(part)
-    except OSError:  # the process has ended in the meantime
-        return b""
-    finally:
-        os.close(fd)
-    return b"".join(parts)
 
 
 class WorkerTree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
@@ -68,7 +68,7 @@ class Sandbox:
 
     namespaces: tuple[str, ...] = ()
     directory: str = "/"
-    binds: tuple[Bind, ...] = field(default=())
+    binds: tuple[Bind, ...] = ()
     runs: tuple[str, ...] = ()
     masked: tuple[str, ...] = ()
     user: int | None = None

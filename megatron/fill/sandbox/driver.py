@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux import host
-from megatron.fill.linux.isolated import program
+from megatron.fill.linux.isolated import ask
 from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.spec import Spec
@@ -41,19 +40,11 @@ class DriverTrial(Spec):
 def why_no_cuda(trial: DriverTrial) -> str:
     """The reason, in one line, why no job can use a GPU in this sandbox; empty if jobs can.  Tried in a child."""
     try:
-        done = subprocess.run(
-            program("megatron.fill.sandbox.driver", trial.to_json()),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_LOOK_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        return ask("megatron.fill.sandbox.driver", trial.to_json(), _LOOK_S).strip()
+    except TimeoutError:
         return f"cuInit does not return in the sandbox ({_LOOK_S:.0f} s were waited)"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"the attempt ended with {done.returncode}"])[-1]
-    return done.stdout.strip()
+    except OSError as error:
+        return str(error)
 
 
 def main(text: str) -> None:

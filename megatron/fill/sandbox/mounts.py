@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 import struct
 from pathlib import Path
 
-from megatron.fill.linux.libc import system_call
-from megatron.fill.sandbox.syscalls import mount, unmount
+from megatron.fill.linux.libc import last_error, libc, system_call
 
 # The same numbers on every architecture that Linux got since 2019, and on x86-64.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
@@ -16,7 +16,18 @@ _CLONE, _RECURSIVE, _EMPTY_PATH, _NO_FOLLOW = 0x1, 0x8000, 0x1000, 0x100
 _AT_FDCWD = -100
 _FROM_EMPTY_PATH = 0x4
 READ_ONLY, NO_SETUID, NO_DEVICES, NO_PROGRAMS = 0x1, 0x2, 0x4, 0x8
-_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 0x40000, 2
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """Call mount(2).
+
+    Raises:
+        OSError: the kernel refused it.
+    """
+    words = [word.encode() if word else None for word in (source, target, kind)]
+    if libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None):
+        raise last_error(target)
 
 
 def make_private() -> None:
@@ -57,8 +68,9 @@ def new_memory(path: str, options: str) -> None:
 
 
 def detach(path: str) -> None:
-    """Unmount the latest mount at ``path``; clones that were taken from it stay."""
-    unmount(path)
+    """Unmount the latest mount at ``path``, even while it is in use; clones that were taken from it stay."""
+    if libc.umount2(path.encode(), _MNT_DETACH):
+        raise last_error(path)
 
 
 def _make_place(path: Path, folder: bool) -> None:

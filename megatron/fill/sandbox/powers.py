@@ -9,11 +9,11 @@ import resource
 import struct
 from pathlib import Path
 
-from megatron.fill.linux.libc import prctl
-from megatron.fill.sandbox.syscalls import capabilities
+from megatron.fill.linux.libc import last_error, libc, prctl
 
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 24, 38, 47
 _CLEAR_ALL = 4
+_CAPABILITY_VERSION = 0x20080522  # two words for each of the three sets
 _FIRST_TO_DIE = 1000  # the highest oom_score_adj
 _LOCKED_BYTES = 64 << 20
 _LOCKED_COUNTED_BYTES = 64 << 10  # locked pages of a file cannot be reclaimed, and count for no process
@@ -86,10 +86,21 @@ def bar_powers() -> None:
             number += 1
 
 
+def keep_powers(which: int) -> None:
+    """Keep only these capabilities of this thread, a mask of the first 32, and none for programs that it starts.
+
+    Raises:
+        OSError: the kernel refused it.
+    """
+    effective = permitted = which
+    if libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), struct.pack("6I", effective, permitted, 0, 0, 0, 0)):
+        raise last_error()
+
+
 def give_up_powers() -> str:
     """Drop every capability permanently, with no_new_privs set before.  Returns an error message, or ''."""
     try:
-        capabilities(struct.pack("6I", 0, 0, 0, 0, 0, 0))  # effective, permitted, inheritable
+        keep_powers(0)
     except OSError as error:
         return f"root keeps its powers over other processes: {_name(error)}"
     return ""

@@ -5,27 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from megatron.fill.errors import SandboxError
-from megatron.fill.linux.isolated import program
+from megatron.fill.linux.isolated import ask
 from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.remedy import remedy
 
 _READ_BYTES = 4096
 _LOOK_S = 60.0  # timeout for a busy machine
-_KEEPS = {
-    "pid": "no process outside can be named",
-    "mount": "files are read-only but for the job's own folder; no files of other jobs, sockets or devices",
-    "ipc": "shared memory of System V and message queues of its own",
-    "cgroup": "control groups cannot be named",
-    "net": "no network but its own localhost",
-    "user": "root's powers for the sandbox only",
+_NAMESPACES = {  # layer and purpose of each
+    "pid": ("processes", "no process outside can be named"),
+    "mount": ("files", "files are read-only but for the job's own folder; no files of other jobs, sockets or devices"),
+    "ipc": ("ipc", "shared memory of System V and message queues of its own"),
+    "cgroup": ("control groups", "control groups cannot be named"),
+    "net": ("network", "no network but its own localhost"),
 }
 _GIVEN_UP = (  # layer, purpose, and a word of the reason if the layer is missing
     ("system calls", "those that reach beyond a job are refused (seccomp)", "system call"),
@@ -33,7 +31,6 @@ _GIVEN_UP = (  # layer, purpose, and a word of the reason if the layer is missin
     ("powers", "no capability of root's", "powers"),
     ("privileges", "nothing gains privileges by being started", "privileges"),
 )
-_LAYERS = {"pid": "processes", "mount": "files", "ipc": "ipc", "cgroup": "control groups", "net": "network"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +79,10 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
         SandboxError: the trial failed.
     """
     asked = json.dumps([user, group, why_same_user, network])
-    done = subprocess.run(
-        program("megatron.fill.sandbox.probe", asked),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_LOOK_S,
-        check=False,
-    )
     try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise SandboxError(f"what this machine has for keeping jobs in cannot be found out: {said}") from None
+        found = json.loads(ask("megatron.fill.sandbox.probe", asked, _LOOK_S))
+    except OSError as error:
+        raise SandboxError(f"what this machine has for keeping jobs in cannot be found out: {error}") from None
     return SandboxSupport(tuple(found["namespaces"]), tuple(Layer(**layer) for layer in found["layers"]))
 
 
@@ -109,9 +97,8 @@ def probe(user: int | None, group: int | None, why_same_user: str | None, networ
     with _folder() as folder:
         sandbox = Sandbox(directory=folder, user=user, group=group, network=network)
         given, reasons = _namespaces(sandbox, base)
-        layers = [_layer(_LAYERS[name], _KEEPS[name], reasons.get(name, "")) for name in _LAYERS]
-        if network:
-            layers = [layer for layer in layers if layer.name != "network"]
+        shown = {name: layer for name, layer in _NAMESPACES.items() if not (network and name == "net")}
+        layers = [_layer(layer, keeps, reasons.get(name, "")) for name, (layer, keeps) in shown.items()]
         lacking = _try(lambda: give_everything_up(replace(sandbox, namespaces=given)))
     if why_same_user is not None:
         layers.append(Layer("user", "a user without rights over the training", why_same_user))

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux import peak
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from megatron.fill.linux.state import state_in
+from megatron.fill.linux.proc import state_in
+from megatron.fill.linux.tree import children
 from megatron.fill.linux.wakeup import readable
 from megatron.fill.sandbox import naming
 from megatron.fill.sandbox.config import Sandbox
@@ -77,7 +78,7 @@ class SandboxedProcess:
         self.init = self._expect("init")
         os.write(self._alive_w, b"x")  # it is our child now
         self.lacking: list[str] = self._expect("lacking")
-        self.pid = _only_child(self.init)
+        self.pid = children(self.init)[0]
 
     def begin(self) -> None:
         """Let the job begin."""
@@ -229,11 +230,6 @@ def _reap_until(child: int) -> int:
         pid, status = os.waitpid(-1, 0)
         if pid == child:
             return status
-
-
-def _only_child(pid: int) -> int:
-    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-        return int(file.read().split()[0])
 
 
 def _tell(fd: int, **what: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatron.fill.linux.proc import text
+
 _SYSTEM_ADMINISTRATOR, _NETWORK_ADMINISTRATOR = 1 << 21, 1 << 12  # CAP_SYS_ADMIN and CAP_NET_ADMIN
 _SWITCHES = (  # switches of user namespaces: file in /proc/sys, value that forbids them, setting that allows them
     ("user/max_user_namespaces", "0", "user.max_user_namespaces=15000"),
@@ -49,7 +51,7 @@ def _namespaces(layer: str, lacks: str, proc: Path) -> str:
         return _NETWORK if shut_out else {"processes": _PROC, "files": _MOUNTS}.get(layer, "")
     if layer != "files":  # the same remedy enables the other namespaces
         return _SAME
-    shut = [f"sysctl -w {setting}" for file, value, setting in _SWITCHES if _read(proc / "sys" / file) == value]
+    shut = [f"sysctl -w {setting}" for file, value, setting in _SWITCHES if text(proc / "sys" / file).strip() == value]
     if os.geteuid() == 0:
         return _CONTAINER
     if shut:
@@ -58,12 +60,5 @@ def _namespaces(layer: str, lacks: str, proc: Path) -> str:
 
 
 def _fields(file: Path) -> dict[str, str]:
-    lines = (line.partition(":") for line in _read(file).splitlines())
+    lines = (line.partition(":") for line in text(file).splitlines())
     return {name: value.strip() for name, _, value in lines}
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

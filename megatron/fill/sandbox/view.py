@@ -15,7 +15,6 @@ import megatron.fill
 from megatron.fill.folders import PARTS, RUN_LOCK
 from megatron.fill.sandbox import mounts
 from megatron.fill.sandbox.config import Sandbox
-from megatron.fill.sandbox.syscalls import mount
 
 _NODES = ("null", "zero", "full", "random", "urandom")
 _ZERO, _ENDLESS_BYTES = "/dev/zero", 1 << 62
@@ -93,7 +92,7 @@ def see_own_processes() -> int:
     Raises:
         OSError: the kernel refused it, as it does in a container that hides parts of its ``/proc``.
     """
-    mount("proc", "/proc", "proc", _LIMITED | mounts.NO_PROGRAMS)
+    mounts.mount("proc", "/proc", "proc", _LIMITED | mounts.NO_PROGRAMS)
     for name in _CLOSED_IN_PROC:
         if os.path.exists(f"/proc/{name}"):
             fd = mounts.take(f"/proc/{name}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.fill.errors import TaskError
-from megatron.fill.sidetask.models import find_workload
+from megatron.fill.sidetask.models import find_workload, input_length, model_fields
 
 
 def load_object(argument: str, path: object) -> Any:
@@ -111,7 +111,7 @@ def collate(values: list[Any], device: str) -> Any:
 
 
 class RandomData:
-    """Samples for a workload of ``models``: random images or texts with random labels, determined by the seed."""
+    """Samples for a model of ``models.MODELS``: random images or texts with random labels, determined by the seed."""
 
     def __init__(
         self, name: str, size: str = "full", samples: int = 256, length: int | None = None, seed: int = 0, **fields: Any
@@ -119,22 +119,22 @@ class RandomData:
         """Create a data set of ``samples`` samples.
 
         Args:
-            name: name of the workload.
+            name: name of the model.
             size: ``full`` or ``tiny``, the size of the model.
             samples: number of samples.
-            length: tokens of a text, or pixels along a side of an image; None for the workload's own.
+            length: tokens of a text, or pixels along a side of an image; None for the model's own.
             seed: seed of the samples.
             fields: fields of the model's configuration, as for ``build_model``.
 
         Raises:
-            ValueError: there is no such workload or size.
+            ValueError: there is no such model or size.
         """
-        workload = find_workload(name)
-        merged = workload.fields(size, fields)
-        self._text = workload.is_text
+        model = find_workload(name)
+        merged = model_fields(model, size, fields)
+        self._text = model.is_text
         self._classes = int(merged.get("num_labels", 2) if self._text else merged["num_classes"])
         self._tokens = int(merged.get("vocab_size", 30_522))
-        self._length = length or workload.length(size)
+        self._length = length or input_length(model, size)
         self._samples, self._seed = samples, seed
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class RandomData:
 
 
 def classification_loss(output: Any, target: Any) -> Any:
-    """Cross entropy of a model's logits, the loss for the workloads of ``models``."""
+    """Cross entropy of a model's logits, the loss for ``models.MODELS``."""
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(getattr(output, "logits", output), target)

@@ -10,7 +10,7 @@ from megatron.fill.errors import TaskError
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.checks import check_whole
 from megatron.fill.sidetask.data import RandomData, Samples, collate, inputs_and_target, load_object
-from megatron.fill.sidetask.models import WORKLOADS, build_model
+from megatron.fill.sidetask.models import MODELS, build_model
 from megatron.fill.sidetask.nodes import NodeTask
 
 _WAYS = ("auto", "sequential", "export", "whole")
@@ -23,16 +23,16 @@ class ModelJob(NodeTask):
     _configuration: Configuration
 
     def build_model(self) -> Any:
-        """Build the model; override it, or give ``model``: ``module:factory`` or a name of ``models.WORKLOADS``."""
+        """Build the model; override it, or give ``model``: ``module:factory`` or a name of ``models.MODELS``."""
         name, args = self._args["model"], self._args["model_args"] or {}
         if isinstance(name, str) and ":" in name:
             return load_object("model", name)(**args)
         return build_model(name, **args)
 
     def build_data(self) -> Any:
-        """Build the data set; override it, or give ``data``: ``module:factory``.  A workload has random data."""
+        """Build the data set; override it, or give ``data``: ``module:factory``.  ``MODELS`` have random data."""
         name, args = self._args["model"], self._args["data_args"] or {}
-        if self._args["data"] is None and name in WORKLOADS:
+        if self._args["data"] is None and name in MODELS:
             return RandomData(name, **({"size": "full"} | (self._args["model_args"] or {}) | args))
         return load_object("data", self._args["data"])(**args)
 
@@ -64,7 +64,7 @@ class ModelJob(NodeTask):
     def _arrange(self) -> None:
         """Split the model for every batch shape of the current configuration, and begin an iteration."""
 
-    def _split_for(self, inputs: Any, pieces: int | None = None, prepared: bool = True) -> Any:
+    def _split_for(self, inputs: Any, prepared: bool = True) -> Any:
         """The split for a batch.
 
         For a shape that was not prepared, the model runs as a single piece, unless its pieces fit any shape.
@@ -79,7 +79,7 @@ class ModelJob(NodeTask):
             else:
                 way = self._way if prepared else "whole"
                 with self._resident():
-                    self._splits[key] = split_model(self.model, inputs, way, pieces or self._pieces, self.context.aside)
+                    self._splits[key] = split_model(self.model, inputs, way, self._pieces, self.context.aside)
         return self._splits[key]
 
     def _resident(self) -> contextlib.AbstractContextManager[None]:

@@ -8,7 +8,6 @@ narrow layers, for tests and experiments.  In addition, any field of the configu
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import TaskError
@@ -31,68 +30,55 @@ _TINY: dict[str, dict[str, Any]] = {  # fields that override the full size
     "resnet50": {"variant": "test_resnet"},
     "vgg19": {"variant": "vgg11", "mlp_ratio": 0.01},
 }
-_TINY_LENGTH = {"timm": 32, "text": 16}  # pixels along a side, or tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A model of ``megatron.fill.models``, with the fields to build it."""
-
-    model: Model
-
-    @property
-    def is_text(self) -> bool:
-        return self.model.shape is not None
-
-    def length(self, size: str) -> int:
-        """The length of its inputs: tokens of a text, or pixels along a side of an image."""
-        return _TINY_LENGTH["text" if self.is_text else "timm"] if size == "tiny" else self.model.length
-
-    def fields(self, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
-        """The fields of the model's configuration in this size, with overrides.
-
-        Raises:
-            ValueError: there is no such size.
-        """
-        if size not in ("full", "tiny"):
-            raise ValueError(f"size is {size!r}: expected 'full' or 'tiny'")
-        shape = self.model.shape
-        if shape is None:
-            full: dict[str, Any] = {"variant": self.model.variant, "num_classes": 1000}
-            tiny = {"num_classes": 10} | _TINY[self.model.name]
-        else:
-            full = {
-                "vocab_size": shape.vocabulary,
-                "max_position_embeddings": shape.positions,
-                "hidden_size": shape.hidden,
-                "num_hidden_layers": shape.layers,
-                "num_attention_heads": shape.heads,
-                "intermediate_size": 4 * shape.hidden,
-            }
-            tiny = _TINY_TEXT
-        return full | (tiny if size == "tiny" else {}) | overrides
-
-
-WORKLOADS: dict[str, Workload] = {name: Workload(model) for name, model in MODELS.items()}
-
-
-def find_workload(name: str) -> Workload:
-    """The workload with this name.
+def find_workload(name: str) -> Model:
+    """The model with this name.
 
     Raises:
         ValueError: there is none.
     """
-    if name not in WORKLOADS:
-        known = ", ".join(WORKLOADS)
+    if name not in MODELS:
+        known = ", ".join(MODELS)
         raise ValueError(f"model is {name!r}: expected module:factory or one of {known}")
-    return WORKLOADS[name]
+    return MODELS[name]
+
+
+def input_length(model: Model, size: str) -> int:
+    """The length of a model's inputs: tokens of a text, or pixels along a side of an image."""
+    return model.length if size == "full" else 16 if model.is_text else 32
+
+
+def model_fields(model: Model, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a model's configuration in this size, with overrides.
+
+    Raises:
+        ValueError: there is no such size.
+    """
+    if size not in ("full", "tiny"):
+        raise ValueError(f"size is {size!r}: expected 'full' or 'tiny'")
+    shape = model.shape
+    if shape is None:
+        full: dict[str, Any] = {"variant": model.variant, "num_classes": 1000}
+        tiny = {"num_classes": 10} | _TINY[model.name]
+    else:
+        full = {
+            "vocab_size": shape.vocabulary,
+            "max_position_embeddings": shape.positions,
+            "hidden_size": shape.hidden,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "intermediate_size": 4 * shape.hidden,
+        }
+        tiny = _TINY_TEXT
+    return full | (tiny if size == "tiny" else {}) | overrides
 
 
 def build_model(name: str, size: str = "full", **overrides: Any) -> Any:
-    """Build a workload's model, a ``torch.nn.Module`` with random weights from torch's default generator.
+    """Build a model of ``MODELS``, a ``torch.nn.Module`` with random weights from torch's default generator.
 
     Args:
-        name: name of the workload.
+        name: name of the model.
         size: ``full`` or ``tiny``.
         overrides: fields of the ``transformers`` configuration, or arguments of ``timm.create_model``.
 
@@ -100,9 +86,9 @@ def build_model(name: str, size: str = "full", **overrides: Any) -> Any:
         ValueError: the name, the size or a field is unknown.
         TaskError: transformers or timm is not installed.
     """
-    workload = find_workload(name)
-    fields = workload.fields(size, overrides)
-    if not workload.is_text:
+    model = find_workload(name)
+    fields = model_fields(model, size, overrides)
+    if not model.is_text:
         timm = need("timm")
         variant = fields.pop("variant")
         try:

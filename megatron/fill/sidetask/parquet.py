@@ -58,14 +58,14 @@ class ParquetFile:
         for name, values in columns.items():
             self.rows.setdefault(name, []).extend(values)
         while self._waiting() >= self._part_rows:
-            self._write_part(self._part_rows)
+            self._write_part()
 
     def assemble(self) -> bool:
         """Append the next part, after the last row was added; return True if the file is complete."""
         if self.complete:
             return True
         if self._waiting():
-            self._write_part(self._part_rows)
+            self._write_part()
             return False
         scratch = self.path.with_name(self.path.name + ".part")
         table = self._parquet.read_table(self._part_path(self._assembled))
@@ -90,8 +90,8 @@ class ParquetFile:
     def _part_path(self, number: int) -> Path:
         return self._parts / f"{number:06d}.parquet"
 
-    def _write_part(self, count: int) -> None:
-        arrow = self._arrow
+    def _write_part(self) -> None:
+        arrow, count = self._arrow, self._part_rows
         columns = {name: _column(arrow, values[:count]) for name, values in self.rows.items()}
         with replacing(self._part_path(self._part)) as temporary:
             self._parquet.write_table(arrow.table(columns), temporary)

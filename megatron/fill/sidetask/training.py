@@ -12,7 +12,7 @@ from megatron.fill.sidetask.checks import check_whole, divisors
 from megatron.fill.sidetask.data import classification_loss, load_object
 from megatron.fill.sidetask.iteration import Course, NodeIteration
 from megatron.fill.sidetask.modeljob import ModelJob
-from megatron.fill.sidetask.models import WORKLOADS
+from megatron.fill.sidetask.models import MODELS
 from megatron.fill.sidetask.state import on_cpu
 
 _REPORT_EVERY = 100  # iterations
@@ -49,7 +49,7 @@ class TrainingJob(ModelJob):
         """Build model, data and optimizer.
 
         Args:
-            model: ``module:factory``, or a name of ``models.WORKLOADS``, which has random data and a loss.
+            model: ``module:factory``, or a name of ``models.MODELS``, which has random data and a loss.
             model_args: arguments of that factory, or of ``build_model``.
             data: ``module:factory``.
             data_args: arguments of that factory, or of ``RandomData``.
@@ -187,7 +187,7 @@ class TrainingJob(ModelJob):
     def _find_loss(self) -> Any:
         if self._args["loss"] is not None:
             return load_object("loss", self._args["loss"])
-        if self._args["model"] in WORKLOADS:
+        if self._args["model"] in MODELS:
             return classification_loss
         if type(self).loss is TrainingJob.loss:
             raise ValueError("loss is None: expected module:function, or a subclass that overrides loss()")

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.fill.linux import futex, memfd
-from megatron.fill.linux.tree import TICKS_PER_S, stat_fields
+from megatron.fill.linux.proc import stat_fields
+from megatron.fill.linux.tree import TICKS_PER_S
 from megatron.fill.pages.steplog import StepLog
 from tests.chaos.controls.world import World
 

@@ -23,7 +23,6 @@ from megatron.fill.sandbox import mounts
 from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.sandbox.powers import limit_resources
 from megatron.fill.sandbox.process import SandboxedProcess
-from megatron.fill.sandbox.syscalls import mount
 from tests.chaos.attacks.base import Attack, Ground, NoTargetError, Refused
 from tests.chaos.controls.walls import CAGE, KERNEL, NAMESPACES, Wall, leave_out
 from tests.chaos.programs import agent_program, warden_program
@@ -96,9 +95,9 @@ def settle(folder: Path) -> World:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Python's own: one of the attacks sends it to process 1
     mounts.make_private()
-    mount("proc", "/proc", "proc", 0)
-    mount("tmpfs", "/dev/shm", "tmpfs", 0, f"size={_SHARED_BYTES},mode=1777")
-    mount("tmpfs", str(PLACE), "tmpfs", 0, f"size={_DISK_BYTES},mode=755")
+    mounts.mount("proc", "/proc", "proc", 0)
+    mounts.mount("tmpfs", "/dev/shm", "tmpfs", 0, f"size={_SHARED_BYTES},mode=1777")
+    mounts.mount("tmpfs", str(PLACE), "tmpfs", 0, f"size={_DISK_BYTES},mode=755")
     with contextlib.suppress(OSError):  # otherwise pids may exist in the job's namespace too, and are not used
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(_FIRST_PID), encoding="ascii")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -14,7 +14,8 @@ import pytest
 from megatron.fill.agent.turn import DeviceTurn, take, turn_file
 from megatron.fill.folders import AGENTS
 from megatron.fill.linux import recordlock
-from megatron.fill.linux.tree import read, read_process
+from megatron.fill.linux.proc import read
+from megatron.fill.linux.tree import read_process
 from tests.support.children import Child
 from tests.support.waiting import until
 

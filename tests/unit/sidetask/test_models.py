@@ -16,7 +16,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")
 needs("transformers", "models")
 needs("timm", "models")
 # Tiny, both BERTs are the same model.
-NAMES = [name for name in models.WORKLOADS if name != "bert-large"]
+NAMES = [name for name in models.MODELS if name != "bert-large"]
 TINY = {"model_args": {"size": "tiny"}, "data_args": {"samples": 6}}
 
 

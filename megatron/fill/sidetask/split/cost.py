@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 _CALL_NS = 3000.0  # time of an operation that does nothing
 # Operations and bytes per nanosecond: one core of a server, and a large accelerator.  Only their ratio matters.
@@ -22,14 +21,3 @@ def cost_ns(flops: float, moved: float, device: str) -> float:
     """The nominal time in ns of ``flops`` operations with ``moved`` bytes."""
     flop_rate, byte_rate = _RATES.get(device, _RATES["cuda"])
     return _CALL_NS + flops / flop_rate + moved / byte_rate
-
-
-class CostMeter(FlopCounterMode):
-    """A counter of floating-point operations, for fake tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(display=False)
-
-    @property
-    def flops(self) -> float:
-        return float(self.get_total_flops())

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.fill.sidetask.split.cost import CostMeter, cost_ns, nbytes
+from megatron.fill.sidetask.split.cost import cost_ns, nbytes
 from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, even_cuts
 
 _MAY_SHARE = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
@@ -151,12 +152,12 @@ class _Cutter:
     def _costs(self) -> list[float]:
         costs = []
         for node in self.body:
-            flops = 0.0
+            flops = 0
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
             if isinstance(node.target, torch._ops.OpOverload) and _is_heavy(node):
-                with CostMeter() as meter:
+                with FlopCounterMode(display=False) as meter:
                     node.target(*args, **kwargs)
-                flops = meter.flops
+                flops = meter.get_total_flops()
             view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
             moved = 0 if view or node.target is operator.getitem else nbytes((args, kwargs, node.meta.get("val")))
             costs.append(cost_ns(flops, moved, self.device))
@@ -207,22 +208,14 @@ class _Cutter:
             self.numbers[node] = self.next_number
             self.next_number += 1
         tensors = tuple(self.state[n.name] for n in state)
+        module = fx.GraphModule(self.module, graph)
         return ModelSegment(
-            _Piece(fx.GraphModule(self.module, graph), tensors),
+            lambda *values: module(*values, *tensors),
             tuple(self.numbers[n] for n in values),
             tuple(self.numbers[n] for n in outputs),
             tuple(t for t in tensors if isinstance(t, nn.Parameter)),
             tuple(t for t in tensors if not isinstance(t, nn.Parameter)),
         )
-
-
-class _Piece:
-    def __init__(self, module: fx.GraphModule, state: tuple[torch.Tensor, ...]) -> None:
-        self.module = module
-        self.state = state
-
-    def __call__(self, *values: torch.Tensor) -> tuple[Any, ...]:
-        return self.module(*values, *self.state)
 
 
 def _is_heavy(node: fx.Node) -> bool:

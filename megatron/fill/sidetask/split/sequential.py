@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.fill.sidetask.split.cost import CostMeter, cost_ns, nbytes
+from megatron.fill.sidetask.split.cost import cost_ns, nbytes
 from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, even_cuts
 
 
@@ -35,19 +37,15 @@ def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
         part = modules[begin:end]
         parameters = tuple(p for m in part for p in m.parameters())
         buffers = tuple(b for m in part for b in m.buffers())
-        segments.append(ModelSegment(_Chain(part), (number,), (number + 1,), parameters, buffers))
+        segments.append(ModelSegment(partial(_through, part), (number,), (number + 1,), parameters, buffers))
     how = f"module boundaries, {len(segments)} pieces"
     return Split(how, tuple(segments), (len(segments),), pytree.tree_structure(0))
 
 
-class _Chain:
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules = modules
-
-    def __call__(self, value: Any) -> tuple[Any, ...]:
-        for module in self.modules:
-            value = module(value)
-        return (value,)
+def _through(modules: list[nn.Module], value: Any) -> tuple[Any, ...]:
+    for module in modules:
+        value = module(value)
+    return (value,)
 
 
 def _is_sequential(module: nn.Module) -> bool:
@@ -71,11 +69,11 @@ def _costs(modules: list[nn.Module], value: torch.Tensor) -> tuple[list[float], 
     device = value.device.type
     for module in modules:
         before = nbytes(value)
-        with CostMeter() as meter:
+        with FlopCounterMode(display=False) as meter:
             value = module(value.detach())
         if not isinstance(value, torch.Tensor):
             raise SplitError(f"{type(module).__name__} returns {type(value).__name__}; expected one tensor")
         moved = before + nbytes(value) + nbytes(list(module.parameters()))
-        costs.append(cost_ns(meter.flops, moved, device))
+        costs.append(cost_ns(meter.get_total_flops(), moved, device))
         sizes.append(float(nbytes(value)))
     return costs, sizes
