@@ -195,12 +195,12 @@ def test_a_quiet_worker_is_let_be_and_ends_when_killed(world, limiter_for):
     limiter = limiter_for(memory_bytes=256 * MIB, processes=8)
     world.start(limiter, "quiet")
     assert limiter.look() == ""
-    assert 0 < limiter.held_bytes() < 256 * MIB
-    assert limiter.peak_bytes >= limiter.held_bytes()
+    assert 0 < limiter.held_bytes < 256 * MIB
+    assert limiter.peak_bytes >= limiter.held_bytes
     assert limiter.explain() == ""
     limiter.kill()
     assert world.left(limiter) == 0
-    assert limiter.held_bytes() == 0
+    assert limiter.held_bytes == 0
     limiter.kill()  # once more does no harm
 
 

@@ -63,7 +63,7 @@ def test_memory_beside_the_allocator_is_seen():
     assert worker.stdout is not None
     assert worker.stdout.readline() == "ready\n"
     reason = limiter.look()
-    held = limiter.held_bytes()
+    held = limiter.held_bytes
     limiter.kill()
     worker.communicate()
     limiter.close()

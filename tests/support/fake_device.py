@@ -57,21 +57,20 @@ class FakeLimiter:
         self._machine = machine
         self._limits = limits
         self._worker = 0
-        self._held_bytes = 0
-        self._peak_bytes = 0
+        self.held_bytes = self.peak_bytes = 0
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
         self._worker = pid
 
     def look(self) -> str:
         processes = self._machine.of(self._worker)
-        self._held_bytes = sum(process.held_bytes for process in processes)
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        self.held_bytes = sum(process.held_bytes for process in processes)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if len(processes) > self._limits.processes:
             return f"over its limit of {self._limits.processes} processes and threads, with {len(processes)}"
         cap = self._limits.memory_bytes
-        if cap is not None and self._held_bytes > cap:
-            return f"over its cap of {mib(cap)}: {mib(self._held_bytes)} held, with a peak of {mib(self._peak_bytes)}"
+        if cap is not None and self.held_bytes > cap:
+            return f"over its cap of {mib(cap)}: {mib(self.held_bytes)} held, with a peak of {mib(self.peak_bytes)}"
         return ""
 
     def explain(self) -> str:
@@ -80,17 +79,10 @@ class FakeLimiter:
     def busy_s(self) -> float:
         return self._machine.busy_s.get(self._worker, 0.0)
 
-    def held_bytes(self) -> int:
-        return self._held_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
-
     def kill(self) -> None:
         for process in self._machine.of(self._worker):
             self._machine.end(process.pid)
-        self._held_bytes = 0
+        self.held_bytes = 0
 
     def close(self) -> None:
         pass

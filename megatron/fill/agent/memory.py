@@ -100,11 +100,11 @@ class MemoryShare:
     @property
     def unused_promise_bytes(self) -> int:
         """Memory that the worker was promised and does not hold yet."""
-        return max(0, self.promised_bytes - self.limiter.held_bytes())
+        return max(0, self.promised_bytes - self.limiter.held_bytes)
 
     def look(self) -> Ending | None:
         shrinking = self.shrinking()  # before the memory is read: while it shrinks it may hold more, for a copy
-        verdict = self.guard.judge(self.device.free_bytes(), self.limiter.held_bytes())
+        verdict = self.guard.judge(self.device.free_bytes(), self.limiter.held_bytes)
         if self.ending or (verdict.order is self._order and verdict.order is not Order.SHRINK):
             return self.ending
         if verdict.order is not self._order:

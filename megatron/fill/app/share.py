@@ -12,7 +12,7 @@ from megatron.fill.device.joining import join
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import Nvml
 from megatron.fill.device.probes import has_host_pids
-from megatron.fill.device.sharing import SharingFacts, choose_sharing
+from megatron.fill.device.sharing import choose_sharing
 from megatron.fill.errors import ConfigError
 
 
@@ -28,13 +28,13 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
     try:
         nvml = None if on_cpu else Nvml()
         gpus = [] if nvml is None else nvml.gpus()
-        facts = SharingFacts(
+        sharing, why = choose_sharing(
+            settings.sharing,
             gpus=len(gpus),
             mps_program=shutil.which(PROGRAM) is not None,
             same_user=settings.user is None,
             exclusive=settings.serves and nvml is not None and any(nvml.shared_by(gpu.uuid) != "all" for gpu in gpus),
         )
-        sharing, why = choose_sharing(settings.sharing, facts)
         if gpus and os.environ.get("RANK", "0") == "0":
             print(f"PipeFill: jobs share the GPU by {sharing}: {why}", flush=True)
         if sharing is not Sharing.MPS:

@@ -50,8 +50,7 @@ class HostLimiter:
         self._proc_settings: ProcSettings | None = None
         self._pids: set[int] = set()
         self._oom = OomLog()
-        self._held_bytes = 0
-        self._peak_bytes = 0
+        self.held_bytes = self.peak_bytes = 0
         self._exact_until_s = 0.0  # time until which the latest exact count is valid
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
@@ -85,23 +84,16 @@ class HostLimiter:
     def explain(self) -> str:
         cap, cgroup = self._cap_bytes, self._cgroup
         if cap is not None and cgroup is not None and cgroup.memory_kills():
-            peak = max(self._peak_bytes, cgroup.peak_bytes())
+            peak = max(self.peak_bytes, cgroup.peak_bytes())
             return f"over its cap of {mib(cap)}: the kernel ended it, with a peak of {mib(peak)}"
         reason = self._oom.explain(self._pids)
-        return f"{reason} ({mib(self._peak_bytes)} held at most)" if reason else ""
+        return f"{reason} ({mib(self.peak_bytes)} held at most)" if reason else ""
 
     def busy_s(self) -> float:
         busy_s = self._cgroup.busy_s() if self._cgroup is not None else None
         if busy_s is None:
             busy_s = sum(process.busy_ticks for process in self.alive) / tree.TICKS_PER_S
         return busy_s
-
-    def held_bytes(self) -> int:
-        return self._held_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
 
     def kill(self) -> None:
         if self._tree is None:
@@ -115,7 +107,7 @@ class HostLimiter:
         if not end_all(self._tree, _KILL_S, at_once, self._members):
             left = [process.pid for process in self._tree.look()]
             logger.warning("worker %s: processes %s cannot be ended", self._name, left)
-        self._held_bytes = 0
+        self.held_bytes = 0
 
     def close(self) -> None:
         self._oom.close()
@@ -164,7 +156,7 @@ class HostLimiter:
         if cap is None or held <= cap:
             return ""
         count = f"{len(processes)} processes" if len(processes) > 1 else "1 process"
-        return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self._peak_bytes)}"
+        return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self.peak_bytes)}"
 
     def _exact_bytes(self, pids: list[int], found: Held, cap: int) -> int:
         """The latest exact count, or a new one if the worker could have exceeded the cap since.
@@ -174,7 +166,7 @@ class HostLimiter:
         assert self._memory is not None
         assert self._tree is not None
         if time.monotonic() < self._exact_until_s:
-            return self._held_bytes
+            return self.held_bytes
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._tree.pid, signal.SIGSTOP)
         exact = self._memory.exact_bytes(pids, found)
@@ -183,8 +175,8 @@ class HostLimiter:
         return held
 
     def _note(self, held_bytes: int) -> None:
-        self._held_bytes = held_bytes
-        self._peak_bytes = max(self._peak_bytes, held_bytes)
+        self.held_bytes = held_bytes
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
 
 
 class CpuDevice:

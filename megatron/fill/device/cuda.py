@@ -175,8 +175,7 @@ class CudaLimiter:
         self._nvml = nvml
         self._mps = mps
         self._witness = witness
-        self._held_bytes = 0
-        self._peak_bytes = 0
+        self.held_bytes = self.peak_bytes = 0
         # With the NVML check, a task whose import asks PyTorch for CUDA can still fork afterwards.
         environment = {"CUDA_VISIBLE_DEVICES": uuid, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         # Without MPS, the worker must not become a client of a daemon that happens to run on this machine: it would
@@ -200,15 +199,15 @@ class CudaLimiter:
         if self._witness is not None and self._witness not in used:
             used = {}  # these pids are of another namespace: one may equal a pid of the job and mean another process
         holders = [process.pid for process in self._host.alive if process.pid in used]
-        self._held_bytes = sum(used[pid] for pid in holders)
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        self.held_bytes = sum(used[pid] for pid in holders)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         cap = self.limits.memory_bytes
         # The context of each process does not count as memory of the job.
-        if reason or cap is None or self._held_bytes <= cap + OVERHEAD_BYTES * len(holders):
+        if reason or cap is None or self.held_bytes <= cap + OVERHEAD_BYTES * len(holders):
             return reason
         return (
-            f"over its cap of {mib(cap)} of device memory: {mib(self._held_bytes)} held by {len(holders)} processes, "
-            f"contexts included, with a peak of {mib(self._peak_bytes)}"
+            f"over its cap of {mib(cap)} of device memory: {mib(self.held_bytes)} held by {len(holders)} processes, "
+            f"contexts included, with a peak of {mib(self.peak_bytes)}"
         )
 
     def explain(self) -> str:
@@ -216,13 +215,6 @@ class CudaLimiter:
 
     def busy_s(self) -> float:
         return self._host.busy_s()
-
-    def held_bytes(self) -> int:
-        return self._held_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
 
     def kill(self) -> None:
         if self._mps is not None:
@@ -234,7 +226,7 @@ class CudaLimiter:
                     left,
                 )
         self._host.kill()
-        self._held_bytes = 0
+        self.held_bytes = 0
 
     def close(self) -> None:
         self._host.close()

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from megatron.fill.device.port import DeviceError, Sharing
 from megatron.fill.device.probes import Facts
-from megatron.fill.device.sharing import SharingFacts, choose_sharing, mps_obstacle
+from megatron.fill.device.sharing import choose_sharing, mps_obstacle
 
 
 class Has(StrEnum):
@@ -65,7 +65,7 @@ def _abilities(facts: Facts) -> list[Ability]:
         Ability("CUDA", _yes(bool(facts.gpus)), _counted(facts.gpus) or "no GPU"),
         Ability("NVML", _yes(bool(facts.gpus)), f"driver {facts.driver}" if facts.gpus else facts.driver),
         *([_compute_mode(facts), _cuda_for_jobs(facts)] if facts.gpus else []),
-        Ability("MPS", _yes(not mps_obstacle(_sharing_facts(facts))), facts.mps or "no nvidia-cuda-mps-control"),
+        Ability("MPS", _yes(not _mps_obstacle(facts)), facts.mps or "no nvidia-cuda-mps-control"),
         Ability("host pids", _yes(facts.host_pids), "" if facts.host_pids else "a container with pids of its own"),
         Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
         Ability("dmem", _yes(bool(facts.device_regions)), ", ".join(facts.device_regions)),
@@ -98,7 +98,7 @@ def _cpu_memory(facts: Facts) -> Binding:
 def _gpu_memory(facts: Facts) -> Binding:
     """The enforcement of a worker's device memory, and what a kernel and driver with ``dmem`` would add."""
     uses = "PyTorch's allocator"
-    uses += "; with MPS also the driver" if not mps_obstacle(_sharing_facts(facts)) else ""
+    uses += "; with MPS also the driver" if not _mps_obstacle(facts) else ""
     uses += "; a watch over NVML for what escapes"
     if facts.device_limits:
         uses += f"; dmem.max, set for this whole group: {', '.join(facts.device_limits)}"
@@ -122,7 +122,7 @@ def _processes(facts: Facts) -> Binding:
 
 
 def _multiprocessors(facts: Facts) -> Binding:
-    obstacle = mps_obstacle(_sharing_facts(facts))
+    obstacle = _mps_obstacle(facts)
     uses = "a green context, where driver and PyTorch have them"
     if obstacle:
         return Binding("SM share", uses, f"MPS caps commands too, but {obstacle}")
@@ -131,7 +131,9 @@ def _multiprocessors(facts: Facts) -> Binding:
 
 def _sharing(facts: Facts) -> Binding:
     try:
-        mode, why = choose_sharing("auto", _sharing_facts(facts))
+        mode, why = choose_sharing(
+            "auto", gpus=len(facts.gpus), mps_program=bool(facts.mps), exclusive=bool(facts.exclusive)
+        )
     except DeviceError as error:
         return Binding("sharing", "no job can use a GPU", str(error))
     if not facts.gpus:
@@ -181,8 +183,8 @@ def _why_no_group(facts: Facts) -> str:
     return facts.cgroup.why or "the control group lacks the controller"
 
 
-def _sharing_facts(facts: Facts) -> SharingFacts:
-    return SharingFacts(gpus=len(facts.gpus), mps_program=bool(facts.mps), exclusive=bool(facts.exclusive))
+def _mps_obstacle(facts: Facts) -> str:
+    return mps_obstacle(len(facts.gpus), bool(facts.mps))
 
 
 def _yes(value: bool) -> Has:

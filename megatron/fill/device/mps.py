@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.fill.device.port import MIB, DeviceError, Limits
+from megatron.fill.linux.proc import text
 from megatron.fill.linux.tree import read_process
 
 PROGRAM = "nvidia-cuda-mps-control"
@@ -75,7 +76,7 @@ class MpsDaemon:
             daemon = cls(pipe, log, True, program)
             left = daemon._pid()
             if left is not None and _is_daemon(left) and daemon.answers():
-                holder = _owner(pipe)
+                holder = text(pipe / _OWNER_FILE)
                 if holder == _identity(owner):
                     daemon.ours = False
                     return daemon
@@ -144,7 +145,7 @@ class MpsDaemon:
             answer = self._ask(command, max(0.0, end_s - time.monotonic()))
             if answer is None:
                 raise DeviceError(f"the MPS daemon of {self.pipe} did not answer {command} within {timeout_s:g} s")
-            return _numbers(answer)
+            return [int(line) for line in answer.split() if line.isdigit()]
 
         servers = asked("get_server_list")
         return {client: server for server in servers for client in asked(f"get_client_list {server}")}
@@ -221,10 +222,8 @@ class MpsDaemon:
                 entry.unlink(missing_ok=True)
 
     def _pid(self) -> int | None:
-        try:
-            return int((self.pipe / _PID_FILE).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return None
+        found = text(self.pipe / _PID_FILE).strip()
+        return int(found) if found.isdigit() else None
 
     def _ask(self, command: str, timeout_s: float = _COMMAND_S) -> str | None:
         """The daemon's answer to a command; None if it gave none."""
@@ -285,21 +284,7 @@ def _identity(pid: int) -> str:
     return f"{pid} {process.started if process is not None else ''}"
 
 
-def _owner(pipe: Path) -> str:
-    try:
-        return (pipe / _OWNER_FILE).read_text(encoding="ascii")
-    except OSError:
-        return ""
-
-
 def _is_daemon(pid: int) -> bool:
     """True if the process is alive and an MPS daemon; its pid may have been reused."""
     process = read_process(pid)
-    try:
-        return process is not None and process.alive and PROGRAM.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(line) for line in text.split() if line.isdigit()]
+    return process is not None and process.alive and PROGRAM in text(f"/proc/{pid}/cmdline")

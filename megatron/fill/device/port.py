@@ -57,9 +57,13 @@ class Limiter(Protocol):
 
     Attributes:
         environment: variables to add to the worker's environment before it is started.
+        held_bytes: device memory that the worker's processes hold, as of the latest ``look``.
+        peak_bytes: the greatest of any ``look``.
     """
 
     environment: dict[str, str]
+    held_bytes: int
+    peak_bytes: int
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
         """Take over a worker that was just started.
@@ -80,13 +84,6 @@ class Limiter(Protocol):
 
     def busy_s(self) -> float:
         """The CPU time in s of all processes of the worker, including those that have ended."""
-
-    def held_bytes(self) -> int:
-        """The device memory that the worker's processes hold, as of the latest ``look``."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The greatest device memory in bytes that any ``look`` has found."""
 
     def kill(self) -> None:
         """Kill all processes of the worker that can be found, within a second.  The worker itself is not reaped."""

@@ -7,41 +7,27 @@ client can end all clients of that GPU, the training too.  So MPS is used only i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron.fill.device.port import DeviceError, Sharing
 
 
-@dataclass(frozen=True, slots=True)
-class SharingFacts:
-    """The facts that the choice depends on.
-
-    Attributes:
-        gpus: number of GPUs.
-        mps_program: True if the MPS control program is installed.
-        same_user: True if workers run as the training's user.
-        exclusive: True if the compute mode of a GPU allows at most one process at a time.
-    """
-
-    gpus: int
-    mps_program: bool
-    same_user: bool = True
-    exclusive: bool = False
-
-
-def choose_sharing(setting: str, facts: SharingFacts) -> tuple[Sharing, str]:
+def choose_sharing(
+    setting: str, *, gpus: int, mps_program: bool, same_user: bool = True, exclusive: bool = False
+) -> tuple[Sharing, str]:
     """Choose the mode; return it and the reason.
 
     Args:
         setting: the user's choice: ``auto``, ``mps`` or ``timeslice``.
-        facts: facts about this machine.
+        gpus: number of GPUs.
+        mps_program: True if the MPS control program is installed.
+        same_user: True if workers run as the training's user.
+        exclusive: True if the compute mode of a GPU allows at most one process at a time.
 
     Raises:
         DeviceError: MPS was asked for and cannot be used, or time-slicing cannot be used.
     """
     if setting not in ("auto", *Sharing):
         raise DeviceError(f"sharing {setting!r}: expected auto, mps or timeslice")
-    if setting != Sharing.MPS and facts.gpus and facts.exclusive:
+    if setting != Sharing.MPS and gpus and exclusive:
         raise DeviceError(
             "a GPU here is in an exclusive compute mode, in which no job can use it beside the training; expected the "
             "mode Default (nvidia-smi -c 0, by root), or --fill-sharing mps"
@@ -49,21 +35,21 @@ def choose_sharing(setting: str, facts: SharingFacts) -> tuple[Sharing, str]:
     if setting == Sharing.TIMESLICE:
         return Sharing.TIMESLICE, "asked for"
     if setting == Sharing.MPS:
-        obstacle = mps_obstacle(facts)
+        obstacle = mps_obstacle(gpus, mps_program, same_user)
         if obstacle:
             raise DeviceError(f"sharing by MPS was asked for, but {obstacle}")
         return Sharing.MPS, "asked for; a worker's illegal access can end the main job"
-    if not facts.gpus:
+    if not gpus:
         return Sharing.TIMESLICE, "there is no GPU"
     return Sharing.TIMESLICE, "the mode that keeps a worker's fault from the main job"
 
 
-def mps_obstacle(facts: SharingFacts) -> str:
+def mps_obstacle(gpus: int, mps_program: bool, same_user: bool = True) -> str:
     """The reason why MPS cannot be used; empty if it can."""
-    if not facts.gpus:
+    if not gpus:
         return "there is no GPU"
-    if not facts.mps_program:
+    if not mps_program:
         return "nvidia-cuda-mps-control is not installed"
-    if not facts.same_user:
+    if not same_user:
         return "an MPS server serves one user only, and the workers run as another"
     return ""

@@ -245,7 +245,7 @@ def test_the_kernel_s_verdict_is_passed_on(tree, worker):
     assert (leaf / "cgroup.procs").read_text() == str(worker.pid)
     (leaf / "memory.stat").write_text(f"anon {60 * MIB}\nshmem 0\n")
     assert limiter.look() == ""
-    assert limiter.held_bytes() == limiter.peak_bytes == 60 * MIB
+    assert limiter.held_bytes == limiter.peak_bytes == 60 * MIB
     (leaf / "memory.peak").write_text(str(64 * MIB))
     (leaf / "memory.events").write_text("oom_kill 1\n")
     assert limiter.look() == "over its cap of 64 MiB: the kernel ended it, with a peak of 64 MiB"
@@ -272,7 +272,7 @@ def test_a_group_that_cannot_be_joined_is_done_without(tree, worker):
     limiter = HostLimiter(Limits(64 * MIB, 32), "job-1", CgroupHome(tree.mount, frozenset({"memory"})))
     limiter.adopt(worker.pid)
     assert limiter.look() == ""
-    assert 0 < limiter.held_bytes() < 64 * MIB
+    assert 0 < limiter.held_bytes < 64 * MIB
     limiter.kill()
     assert worker.wait(1) == -9
     limiter.close()

@@ -170,7 +170,7 @@ def test_what_escapes_the_allocator_is_seen(library, worker):
     limiter.adopt(worker.pid)
     library.processes["compute"] = {worker.pid: 5 * GIB, os.getpid(): 90 * GIB}
     assert limiter.look() == ""  # the context's overhead included
-    assert limiter.held_bytes() == 5 * GIB
+    assert limiter.held_bytes == 5 * GIB
     library.processes["compute"][worker.pid] = 5 * GIB + 1
     assert limiter.look().startswith("over its cap of 4096 MiB of device memory: 5120 MiB held by 1 processes")
     library.processes["compute"][worker.pid] = GIB
@@ -189,7 +189,7 @@ def test_pids_of_another_namespace_are_not_taken_for_the_worker_s(library, worke
     limiter.adopt(worker.pid)
     library.processes["compute"] = {worker.pid: 9 * GIB, 4711: GIB}
     assert limiter.look() == ""
-    assert limiter.held_bytes() == 0
+    assert limiter.held_bytes == 0
     library.processes["compute"][rank or os.getpid()] = GIB  # the driver means what we mean
     assert "over its cap" in limiter.look()
     limiter.close()

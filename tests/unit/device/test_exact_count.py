@@ -55,7 +55,7 @@ def states(pid: int) -> set[str]:
 def test_it_is_stopped_while_it_is_counted(worker):
     limiter = limiter_of(worker, 128 * MIB)
     assert limiter.look() == ""
-    assert 32 * MIB < limiter.held_bytes() < 128 * MIB
+    assert 32 * MIB < limiter.held_bytes < 128 * MIB
     until(lambda: states(worker.pid) == {"T"}, 10)
     limiter.close()
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.device.mps_guard import guard
 from megatron.fill.device.port import DeviceError, Limits, Sharing
-from megatron.fill.device.sharing import SharingFacts, choose_sharing
+from megatron.fill.device.sharing import choose_sharing
 from megatron.fill.linux.tree import read_process
 from tests.support.mps_control import SERVER, install
 
@@ -204,14 +205,14 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path, program):
 @pytest.mark.parametrize(
     ("setting", "facts", "mode", "why"),
     [
-        ("auto", SharingFacts(8, mps_program=True), Sharing.TIMESLICE, "keeps a worker's fault"),
-        ("auto", SharingFacts(0, mps_program=False), Sharing.TIMESLICE, "no GPU"),
-        ("timeslice", SharingFacts(8, mps_program=True), Sharing.TIMESLICE, "asked for"),
-        ("mps", SharingFacts(8, mps_program=True), Sharing.MPS, "can end the main job"),
+        ("auto", {"gpus": 8, "mps_program": True}, Sharing.TIMESLICE, "keeps a worker's fault"),
+        ("auto", {"gpus": 0, "mps_program": False}, Sharing.TIMESLICE, "no GPU"),
+        ("timeslice", {"gpus": 8, "mps_program": True}, Sharing.TIMESLICE, "asked for"),
+        ("mps", {"gpus": 8, "mps_program": True}, Sharing.MPS, "can end the main job"),
     ],
 )
 def test_mps_is_used_only_where_it_was_asked_for(setting, facts, mode, why):
-    chosen, reason = choose_sharing(setting, facts)
+    chosen, reason = choose_sharing(setting, **facts)
     assert chosen is mode
     assert why in reason
 
@@ -219,27 +220,27 @@ def test_mps_is_used_only_where_it_was_asked_for(setting, facts, mode, why):
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        (SharingFacts(0, mps_program=True), "no GPU"),
-        (SharingFacts(8, mps_program=False), "not installed"),
-        (SharingFacts(8, mps_program=True, same_user=False), "one user only"),
+        ({"gpus": 0, "mps_program": True}, "no GPU"),
+        ({"gpus": 8, "mps_program": False}, "not installed"),
+        ({"gpus": 8, "mps_program": True, "same_user": False}, "one user only"),
     ],
 )
 def test_mps_that_cannot_be_had_is_refused(facts, why):
     with pytest.raises(DeviceError, match=why):
-        choose_sharing("mps", facts)
+        choose_sharing("mps", **facts)
 
 
 @pytest.mark.parametrize("setting", ["auto", "timeslice"])
 def test_no_job_could_use_a_gpu_in_an_exclusive_mode_but_by_mps(setting):
-    facts = SharingFacts(1, mps_program=True, exclusive=True)
+    choose = partial(choose_sharing, gpus=1, mps_program=True, exclusive=True)
     with pytest.raises(DeviceError, match=r"exclusive compute mode.*expected the mode Default"):
-        choose_sharing(setting, facts)
-    assert choose_sharing("mps", facts)[0] is Sharing.MPS
+        choose(setting)
+    assert choose("mps")[0] is Sharing.MPS
 
 
 def test_an_unknown_setting_is_refused():
     with pytest.raises(DeviceError, match="expected auto, mps or timeslice"):
-        choose_sharing("fast", SharingFacts(8, mps_program=True))
+        choose_sharing("fast", gpus=8, mps_program=True)
 
 
 def test_the_guard_stops_the_daemon_when_its_owner_is_gone(tmp_path, program):
