@@ -50,7 +50,7 @@ def stat_fields(path: str | Path) -> list[bytes]:
     return [b"", b"", *stat[stat.rindex(b")") + 1 :].split()] if stat else []
 
 
-def state_in(stat: Path) -> str:
+def state_in(stat: str | Path) -> str:
     """The state letter in a ``stat`` file; X once its process or thread has ended."""
     fields = stat_fields(stat)
     return fields[2].decode() if fields else "X"

@@ -17,9 +17,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.fill.errors import SandboxError
@@ -35,6 +35,7 @@ from megatron.fill.sandbox.powers import be_first_to_die, hide_memory
 from megatron.fill.sandbox.seccomp import opening_calls
 
 _READ_BYTES = 1 << 16
+_STILL = set("TtZX")  # state letters of processes that are stopped or have ended (proc_pid_stat(5))
 
 
 class SandboxedProcess:
@@ -95,10 +96,14 @@ class SandboxedProcess:
             code = self._collect(0)
         return code
 
-    @property
-    def state(self) -> str:
-        """The state letter of the job's first process (proc_pid_stat(5)); X once it has ended."""
-        return state_in(Path(f"/proc/{self.pid}/stat"))
+    def await_stop(self, within_s: float, every_s: float = 0.0001) -> bool:
+        """Wait until the job's first process has stopped or ended, for at most ``within_s``; True if it has."""
+        end_s = time.monotonic() + within_s
+        while state_in(f"/proc/{self.pid}/stat") not in _STILL:
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(every_s)
+        return True
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the job and all processes that it has started, which cannot leave its process group."""

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 from megatron.fill.sidetask.base import SideTask
 
 NOT_FOUND = 127  # exit status of shells for a missing program
-_STILL = set("TtZX")  # state letters of processes that are stopped or have ended
 _RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored by Python; a batch system's signals stay ignored
-
-
 _IN_FLIGHT = 2  # number of ``synchronize`` calls whose kernels may be queued on a GPU
 
 
@@ -62,56 +58,6 @@ class ImperativeTask(SideTask):
                 events.pop(0).synchronize()
         if work:
             self.count(work)
-
-
-class ProcessGroup(Protocol):
-    """A process group that its owner can signal and wait for."""
-
-    @property
-    def state(self) -> str: ...
-
-    def signal(self, number: signal.Signals) -> None: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def kill(self) -> None: ...
-
-
-class StoppedCommand:
-    """A command that is started in the stopped state.
-
-    Args:
-        held: process group of the command, which is about to stop itself (``become_command``).
-    """
-
-    def __init__(self, held: ProcessGroup) -> None:
-        self._held = held
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code once the command has ended, negative for a signal as in ``subprocess``; None before."""
-        return self._held.poll()
-
-    def resume(self) -> None:
-        self._held.signal(signal.SIGCONT)
-
-    def pause(self) -> None:
-        self._held.signal(signal.SIGSTOP)
-
-    def await_stop(self, within_s: float, every_s: float = 0.0001) -> bool:
-        """Wait until the command's first process has stopped or ended, for at most ``within_s``; True if it has."""
-        end_s = time.monotonic() + within_s
-        while self._held.state not in _STILL:
-            if time.monotonic() >= end_s:
-                return False
-            time.sleep(every_s)
-        return True
-
-    def kill(self) -> None:
-        """Kill the command with all processes that it has started, and reap it."""
-        self._held.kill()
 
 
 def why_no_program(program: str) -> str:

@@ -16,7 +16,7 @@ from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.sandbox.process import SandboxedProcess
-from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command, why_no_program
+from megatron.fill.sidetask.imperative import NOT_FOUND, become_command, why_no_program
 from megatron.fill.status import Cause, Then
 from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.spec import Outcome, WorkerSpec
@@ -49,7 +49,7 @@ class CommandRun:
     def run(self) -> Outcome:
         # This process only watches the clock, and must get the core when the bubble ends: it runs at normal priority,
         # while the command itself yields to the training.
-        command = StoppedCommand(self.start(lambda: become_command(self.spec.work.command or ())))
+        command = self.start(lambda: become_command(self.spec.work.command or ()))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
         # The command stops itself, at idle priority: continued before that, it would be stopped for the whole bubble.
         while not (command.await_stop(0.1, every_s=0.005) or self.gate.ended or self.stopping()):
@@ -78,18 +78,18 @@ class CommandRun:
             time.sleep(0.01)
         return code in _TERMINATED and self.stopping()
 
-    def _cut(self, command: StoppedCommand) -> None:
+    def _cut(self, command: SandboxedProcess) -> None:
         with self._lock:
-            if not self.control.running and command.exit_code is None:
-                command.pause()
+            if not self.control.running and command.poll() is None:
+                command.signal(signal.SIGSTOP)
                 self._cut_ns = time.monotonic_ns()
 
-    def _continue(self, command: StoppedCommand) -> None:
+    def _continue(self, command: SandboxedProcess) -> None:
         with self._lock:
             if self.control.running:
-                command.resume()
+                command.signal(signal.SIGCONT)
 
-    def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
+    def _run_in_bubbles(self, command: SandboxedProcess) -> int | None:
         seq = 0
         self.log.phase = WorkerPhase.ASLEEP
         self.log.ready_ns = self.log.serving_ns = time.monotonic_ns()
@@ -102,16 +102,16 @@ class CommandRun:
             self.left(seq)
             command.await_stop(_STOPS_S)
             self.log.phase = WorkerPhase.ASLEEP
-            if command.exit_code is not None:
-                return command.exit_code
+            if (code := command.poll()) is not None:
+                return code
         return None
 
-    def _fill(self, command: StoppedCommand, bubble: OpenBubble) -> None:
+    def _fill(self, command: SandboxedProcess, bubble: OpenBubble) -> None:
         """Let the command run in each stretch of an open bubble in which no end is likely, and stop it in between."""
         log, seq = self.log, bubble.seq
         latency_ns, harvested_ns, overrun_ns, held_ns, stretches = -1, 0, 0, 0, 0
         now_ns = time.monotonic_ns()
-        while self._may_go_on(seq) and command.exit_code is None:
+        while self._may_go_on(seq) and command.poll() is None:
             begin_ns, end_ns = self._stretch(bubble, now_ns)
             if end_ns <= max(begin_ns, now_ns):
                 break
@@ -127,7 +127,7 @@ class CommandRun:
             self._continue(command)
             self._wait(seq, end_ns, command)
             log.phase = WorkerPhase.PAUSE
-            command.pause()
+            command.signal(signal.SIGSTOP)
             log.enter_bubble(0)
             start_ns, now_ns = now_ns, time.monotonic_ns()
             ended_ns = self._cut_ns if self._cut_ns > start_ns else now_ns
@@ -149,13 +149,13 @@ class CommandRun:
         begin_ns, end_ns = bubble.window(_GUARD_NS, now_ns)
         return begin_ns, end_ns - _GUARD_NS
 
-    def _wait(self, seq: int, until_ns: int, command: StoppedCommand) -> None:
+    def _wait(self, seq: int, until_ns: int, command: SandboxedProcess) -> None:
         """Sleep until then, or until the command cannot go on in the bubble."""
-        while self._may_go_on(seq) and command.exit_code is None and (left_ns := until_ns - time.monotonic_ns()) > 0:
+        while self._may_go_on(seq) and command.poll() is None and (left_ns := until_ns - time.monotonic_ns()) > 0:
             self.gate.wait_change(seq, min(left_ns, _LOOK_NS))
 
-    def _lack(self, command: StoppedCommand) -> Lack:
-        ends = command.exit_code is not None or self.stopping() or not self.control.running
+    def _lack(self, command: SandboxedProcess) -> Lack:
+        ends = command.poll() is not None or self.stopping() or not self.control.running
         return Lack.JOB if ends else Lack.TIME
 
     def _may_go_on(self, seq: int) -> bool:

@@ -17,6 +17,7 @@ from megatron.fill.device.port import DeviceError, Limits
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.oom import OomLog
 from megatron.fill.sandbox import Bind, Sandbox, parse_bind
+from megatron.fill.sandbox.process import SandboxedProcess
 from tests.support.sandboxed import GUEST, MIB, PROGRAM, Inside, needs
 
 
@@ -461,3 +462,15 @@ def test_with_that_wall_left_out_it_is_there(inside):
 def test_a_job_on_a_gpu_keeps_the_memory_that_its_driver_shares(inside):
     body = "import mmap\nprint(json.dumps([attempt(mmap.mmap, -1, 4096), attempt(os.memfd_create, 'x')]))"
     assert inside.run(body, devices=("/dev/full",)) == ["done", "done"]
+
+
+def test_it_is_known_when_a_job_has_stopped():
+    job = subprocess.Popen(["sleep", "60"])
+    held = SandboxedProcess.__new__(SandboxedProcess)  # waiting needs no sandbox, only the pid
+    held.pid = job.pid
+    assert not held.await_stop(0.01)
+    job.send_signal(signal.SIGSTOP)
+    assert held.await_stop(60)
+    job.kill()
+    assert held.await_stop(60)
+    job.wait()
