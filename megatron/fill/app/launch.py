@@ -49,8 +49,7 @@ from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.jobs import submitter
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
-from megatron.fill.linux.architecture import unordered
-from megatron.fill.linux.host import process_started_ns
+from megatron.fill.linux.host import process_started_ns, unordered
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import OpenSegment, SegmentEnding, Unwritten, begin_segment
 from megatron.fill.scheduler.policies import parse_policy

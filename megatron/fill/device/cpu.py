@@ -50,15 +50,22 @@ class HostLimiter:
         self._proc_settings: ProcSettings | None = None
         self._pids: set[int] = set()
         self._oom = OomLog()
+        self._ending = contextlib.ExitStack()  # of what ``close`` releases, the latest first
+        self._ending.callback(self._oom.close)
+        if self._cgroup is not None:
+            self._ending.callback(self._cgroup.close)
         self.held_bytes = self.peak_bytes = 0
         self._exact_until_s = 0.0  # time until which the latest exact count is valid
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
         self._tree = tree.WorkerTree(pid, self._name, holder)
+        self._ending.callback(self._tree.forget)
         self._pids.add(pid)
         # An init process has made itself unreadable to unprivileged processes; its child has not yet begun the job.
         self._memory = HeldMemory((tree.descendants(pid) or [pid])[0])
+        self._ending.callback(self._memory.close)
         self._proc_settings = ProcSettings(pid)
+        self._ending.callback(self._proc_settings.restore_autogroup)  # it may have changed it just before its end
         if self._cgroup is None:
             return
         if not self._cgroup.add(pid):
@@ -110,15 +117,7 @@ class HostLimiter:
         self.held_bytes = 0
 
     def close(self) -> None:
-        self._oom.close()
-        if self._proc_settings is not None:
-            self._proc_settings.restore_autogroup()  # the worker may have changed it just before its end
-        if self._memory is not None:
-            self._memory.close()
-        if self._tree is not None:
-            self._tree.forget()
-        if self._cgroup is not None:
-            self._cgroup.close()
+        self._ending.close()
 
     def _new_cgroup(self, home: CgroupHome) -> Cgroup | None:
         if home.path is None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import DeviceError
-from megatron.fill.linux.architecture import unordered
 from megatron.fill.linux.cgroup import CgroupHome, find_home
+from megatron.fill.linux.host import unordered
 from megatron.fill.linux.proc import text
 
 _HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux

@@ -213,18 +213,12 @@ class Cgroup:
             time.sleep(0.01)
 
     def _write(self, name: str, value: str) -> bool:
-        try:
+        with contextlib.suppress(OSError):
             # No O_CREAT: files of a group either exist or cannot be created.
-            fd = os.open(self.path / name, os.O_WRONLY)
-        except OSError:
-            return False
-        try:
-            os.write(fd, value.encode())
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-        return True
+            with os.fdopen(os.open(self.path / name, os.O_WRONLY), "w") as file:
+                file.write(value)
+            return True
+        return False
 
 
 def _sweep(home: Path) -> None:

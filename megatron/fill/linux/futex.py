@@ -16,7 +16,7 @@ import time
 
 from megatron.fill.linux.libc import libc
 
-_NUMBER = ctypes.c_long(202)  # the system call's on x86-64; no other architecture is admitted (architecture.py)
+_NUMBER = ctypes.c_long(202)  # the system call's on x86-64; no other architecture is admitted (``host.unordered``)
 _WAIT = 0
 _WAKE = 1
 ALL = 0x7FFFFFFF  # waiters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import resource
 import signal
 import sys
@@ -59,6 +60,20 @@ def process_started_ns() -> int:
     ticks = int(stat_fields("/proc/self/stat")[21])
     since_boot_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return time.monotonic_ns() - (since_boot_ns - ticks * 10**9 // os.sysconf("SC_CLK_TCK"))
+
+
+def unordered(machine: str | None = None) -> str:
+    """The reason why shared pages cannot be read without locks on this architecture; empty if they can.
+
+    x86-64 keeps stores in order.  aarch64 and ppc64le need a memory barrier, which Python does not have.
+
+    Args:
+        machine: architecture as in ``uname -m``; None for this machine's.
+    """
+    machine = machine or platform.machine()
+    if machine == "x86_64":
+        return ""
+    return f"this processor is {machine}, which reorders stores to shared memory; expected x86_64"
 
 
 def signal_name(number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -19,6 +20,10 @@ def last_error(what: str = "") -> OSError:
     """
     code = ctypes.get_errno()
     return OSError(code, os.strerror(code), what) if what else OSError(code, os.strerror(code))
+
+
+def error_name(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "failed")
 
 
 def system_call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:

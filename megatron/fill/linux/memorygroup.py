@@ -13,35 +13,11 @@ _NO_LIMIT = 1 << 62  # version 1 reports "no limit" as a number a little below 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
-    """The files of a cgroup version that hold limit and usage.
-
-    Attributes:
-        limits: files with one number, or names in ``memory.stat``; the smallest limit counts.
-        used: file with the usage.
-        idle: name in ``memory.stat`` of the file pages not used recently, those of child groups included.
-    """
-
-    limits: tuple[str, ...]
-    used: str
-    idle: str
-
-
-_VERSIONS = {
-    "": _Files(("memory.max",), "memory.current", "inactive_file"),
-    # The limit of a parent group that is not visible from here is in the group's own statistics.
-    "memory": _Files(
-        ("memory.limit_in_bytes", "hierarchical_memory_limit"), "memory.usage_in_bytes", "total_inactive_file"
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A control group that can limit memory."""
+    """A control group that can limit memory, of version 1 or 2."""
 
     path: Path
-    files: _Files
+    version_1: bool
 
     def room_bytes(self) -> int:
         """The bytes that the group may still take; ``sys.maxsize`` without a limit.
@@ -50,25 +26,25 @@ class MemoryGroup:
         since it may change.
         """
         stat = numbers(self.path / "memory.stat")
-        limits = [stat.get(name, _number(self.path / name)) for name in self.files.limits]
+        if self.version_1:
+            # The limit of a parent group that is not visible from here is in the group's own statistics.
+            limits = [self._number("memory.limit_in_bytes"), stat.get("hierarchical_memory_limit")]
+            used, idle = self._number("memory.usage_in_bytes"), "total_inactive_file"  # of child groups too
+        else:
+            limits, used, idle = [self._number("memory.max")], self._number("memory.current"), "inactive_file"
         cap = min((limit for limit in limits if limit is not None), default=sys.maxsize)
-        if cap >= _NO_LIMIT:
-            return sys.maxsize
-        used = (_number(self.path / self.files.used) or 0) - stat.get(self.files.idle, 0)
-        return max(0, cap - used)
+        return sys.maxsize if cap >= _NO_LIMIT else max(0, cap - (used or 0) + stat.get(idle, 0))
+
+    def _number(self, file: str) -> int | None:
+        number = text(self.path / file).strip()
+        return int(number) if number.isdigit() else None
 
 
 def memory_groups(proc: Path = Path("/proc")) -> list[MemoryGroup]:
     """This process's group and the groups above it that can limit memory, of both versions."""
     found = []
-    for version_1, files in _VERSIONS.items():
-        own = own_group(proc, version_1)
+    for controller, limit in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        own = own_group(proc, controller)
         if not isinstance(own, str):
-            groups = (own, *own.parents)
-            found += [MemoryGroup(group, files) for group in groups if (group / files.limits[0]).exists()]
+            found += [MemoryGroup(at, bool(controller)) for at in (own, *own.parents) if (at / limit).exists()]
     return found
-
-
-def _number(file: Path) -> int | None:
-    number = text(file).strip()
-    return int(number) if number.isdigit() else None

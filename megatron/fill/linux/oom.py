@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.fill.linux.proc import numbers
@@ -40,19 +41,18 @@ class OomLog:
             os.close(self._fd)
             self._fd = None
 
-    def _records(self) -> list[str]:
+    def _records(self) -> Iterator[str]:
         assert self._fd is not None
-        records: list[str] = []
         while True:
             try:
                 data = os.read(self._fd, _RECORD_BYTES)
             except BrokenPipeError:  # records were overwritten before they were read
                 continue
             except OSError:
-                return records
+                return
             if not data:
-                return records
-            records.append(data.decode(errors="replace"))
+                return
+            yield data.decode(errors="replace")
 
     def _count(self) -> int:
         return numbers(self._counters).get("oom_kill", 0)

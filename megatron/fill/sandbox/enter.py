@@ -24,7 +24,6 @@ from megatron.fill.sandbox.powers import bar_powers, become, forgo_privileges, g
 from megatron.fill.sandbox.seccomp import Uncounted, load_filter
 
 # Namespaces in the order of their creation; each is a layer that ``probe`` names.
-NAMESPACES = ("user", "pid", "mount", "ipc", "cgroup", "net")
 _FLAGS = {
     "user": os.CLONE_NEWUSER,
     "pid": os.CLONE_NEWPID,
@@ -33,6 +32,7 @@ _FLAGS = {
     "cgroup": os.CLONE_NEWCGROUP,
     "net": os.CLONE_NEWNET,
 }
+NAMESPACES = tuple(_FLAGS)
 _TCP_BYTES = "4096 131072 212992"  # minimum, initial size, maximum
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 _ALWAYS_WRITABLE = ("/tmp", "/dev/shm")  # the view or file permissions limit writing there
@@ -65,14 +65,10 @@ def open_inner(sandbox: Sandbox) -> int:
         OSError: a namespace or the view cannot be created.
     """
     os.umask(0o022)
-    inner = [name for name in sandbox.namespaces if name not in ("user", "pid")]
-    if sandbox.network and "net" in inner:
-        inner.remove("net")
-    flags = 0
-    for name in inner:
-        flags |= _FLAGS[name]
-    if flags:
-        os.unshare(flags)
+    outer = ("user", "pid", "net") if sandbox.network else ("user", "pid")
+    inner = [name for name in sandbox.namespaces if name not in outer]
+    if inner:
+        os.unshare(sum(_FLAGS[name] for name in inner))
     if "net" in inner:
         _raise_loopback()
         if "uncounted memory" not in sandbox.without:

@@ -7,13 +7,12 @@ their files.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import struct
 from collections.abc import Sequence
 
-from megatron.fill.linux.libc import system_call
+from megatron.fill.linux.libc import error_name, system_call
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 _ASK_VERSION, _PATH_BENEATH = 1, 1
@@ -55,16 +54,14 @@ def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
     size = 24 if abi >= SCOPES_SINCE else 16 if abi >= _TCP_SINCE else 8
     try:
         ruleset = system_call(_CREATE_RULESET, struct.pack("QQQ", files, tcp, scope)[:size], size, 0)
+        try:
+            for path in writable:
+                _allow(ruleset, path, files)
+            system_call(_RESTRICT_SELF, ruleset, 0)
+        finally:
+            os.close(ruleset)
     except OSError as error:
-        return [f"landlock: {errno.errorcode.get(error.errno or 0, 'failed')}"]
-    try:
-        for path in writable:
-            _allow(ruleset, path, files)
-        system_call(_RESTRICT_SELF, ruleset, 0)
-    except OSError as error:
-        return [f"landlock: {errno.errorcode.get(error.errno or 0, 'failed')}"]
-    finally:
-        os.close(ruleset)
+        return [f"landlock: {error_name(error)}"]
     if abi >= SCOPES_SINCE:
         return []
     return [f"landlock has ABI {abi}: signals to other processes are kept in by ABI {SCOPES_SINCE}, Linux 6.12"]

@@ -20,9 +20,10 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from megatron.fill.sandbox.config import Sandbox
+from megatron.fill.sandbox.seccomp import opening_calls
 
 _NOTICE = struct.Struct("=QIIiIQ6Q")  # id, thread, flags; call, architecture, instruction, arguments
 _ANSWER = struct.Struct("=QqiI")  # id, result, error, flags
@@ -40,14 +41,13 @@ def hand_over(channel: socket.socket, notices: int) -> None:
     os.close(notices)
 
 
-def answer(channel: socket.socket, proc: int, sandbox: Sandbox, calls: Callable[[], Mapping[int, int]]) -> None:
+def answer(channel: socket.socket, proc: int, sandbox: Sandbox) -> None:
     """Start a thread of this process, the init, that answers the kernel; do nothing if the job's side is closed.
 
     Args:
         channel: socket to the job's side.
         proc: descriptor of a writable ``/proc`` of the job.
         sandbox: sandbox of the job.
-        calls: returns the system calls that open a file: by number, the index of the argument that is the path.
 
     Raises:
         OSError: the init cannot take the rights of the job's user, which it needs to read the job's memory.
@@ -60,7 +60,7 @@ def answer(channel: socket.socket, proc: int, sandbox: Sandbox, calls: Callable[
         os.setgroups([])
         os.setegid(sandbox.group)
         os.seteuid(sandbox.user)
-    threading.Thread(target=_serve, args=(descriptors[0], proc, calls()), daemon=True).start()
+    threading.Thread(target=_serve, args=(descriptors[0], proc, opening_calls()), daemon=True).start()
 
 
 def _serve(notices: int, proc: int, calls: Mapping[int, int]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
 import struct
 from pathlib import Path
 
-from megatron.fill.linux.libc import last_error, libc, prctl
+from megatron.fill.linux.libc import error_name, last_error, libc, prctl
 
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 24, 38, 47
 _CLEAR_ALL = 4
@@ -71,7 +70,7 @@ def forgo_privileges() -> str:
     try:
         prctl(_PR_SET_NO_NEW_PRIVS, 1)
     except OSError as error:
-        return f"programs may gain privileges by being started: {_name(error)}"
+        return f"programs may gain privileges by being started: {error_name(error)}"
     return ""
 
 
@@ -102,7 +101,7 @@ def give_up_powers() -> str:
     try:
         keep_powers(0)
     except OSError as error:
-        return f"root keeps its powers over other processes: {_name(error)}"
+        return f"root keeps its powers over other processes: {error_name(error)}"
     return ""
 
 
@@ -126,7 +125,3 @@ def tasks_of(user: int) -> int:
                 if folder.stat().st_uid == user:
                     count += len(os.listdir(folder / "task"))
     return count
-
-
-def _name(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, "failed")

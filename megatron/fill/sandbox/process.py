@@ -32,7 +32,6 @@ from megatron.fill.sandbox import naming
 from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.enter import give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.powers import be_first_to_die, hide_memory
-from megatron.fill.sandbox.seccomp import opening_calls
 
 _READ_BYTES = 1 << 16
 _STILL = set("TtZX")  # state letters of processes that are stopped or have ended (proc_pid_stat(5))
@@ -184,7 +183,7 @@ class SandboxedProcess:
             os.close(go_r)
             theirs.close()
             if self._sandbox.devices:
-                naming.answer(ours, proc, self._sandbox, opening_calls)
+                naming.answer(ours, proc, self._sandbox)
             _tell(told_w, status=_reap_until(child))
         except BaseException as error:
             _tell(told_w, error=f"{type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 from megatron.fill.profiles import Configuration, Offload
@@ -178,7 +179,7 @@ class BatchInferenceJob(ModelJob):
         self._runner.begin(Call(inputs).leaves)
 
     def _next_batch(self) -> list[Any]:
-        return [sample for _, sample in zip(range(self._full_batch()), self._stream, strict=False)]
+        return list(itertools.islice(self._stream, self._full_batch()))
 
     def _full_batch(self) -> int:
         return self._configuration.batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,7 +139,7 @@ class Course:
         for _ in range(2):
             if self._stream is None:
                 self._stream = self._samples.epoch(self._seed, self.epoch, self._position)
-            batch = [sample for _, sample in zip(range(self._batch_size), self._stream, strict=False)]
+            batch = list(itertools.islice(self._stream, self._batch_size))
             if batch:
                 return batch
             if self._position == 0:

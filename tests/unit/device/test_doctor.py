@@ -13,8 +13,8 @@ import pytest
 from megatron.fill.device import probes
 from megatron.fill.device.doctor import Diagnosis, Has, diagnose
 from megatron.fill.device.probes import Facts
-from megatron.fill.linux.architecture import unordered
 from megatron.fill.linux.cgroup import CgroupHome
+from megatron.fill.linux.host import unordered
 
 BOTH = frozenset({"memory", "pids"})
 CLUSTER = Facts(
