@@ -101,11 +101,7 @@ class Nvml:
 
 @cache
 def shared_nvml() -> Nvml:
-    """The ``Nvml`` of this process.
-
-    Raises:
-        DeviceError: there is no driver.
-    """
+    """The ``Nvml`` of this process."""
     return Nvml()
 
 

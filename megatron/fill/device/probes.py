@@ -33,7 +33,6 @@ class Facts:
         autogroup: True if sessions compete for the cores as groups.
         sealing: True if shared memory can be sealed.
         kernel_log: True if the kernel's log is readable.
-        root: True if this process runs as root.
         device_regions: regions of device memory that the kernel's controller ``dmem`` knows.
         device_limits: limits in ``dmem.max`` of this process's control group and those above it: ``region bytes``.
         exclusive: descriptions of the GPUs that only one process or none may use, by their compute mode.
@@ -51,7 +50,6 @@ class Facts:
     autogroup: bool
     sealing: bool
     kernel_log: bool
-    root: bool
     device_regions: tuple[str, ...] = ()
     device_limits: tuple[str, ...] = ()
     exclusive: tuple[str, ...] = ()
@@ -75,7 +73,6 @@ def gather() -> Facts:
         sealing=can_seal(),
         unordered=unordered(),
         kernel_log=os.access("/dev/kmsg", os.R_OK),
-        root=os.getuid() == 0,
         device_regions=regions,
         device_limits=limits,
         exclusive=find_exclusive(),

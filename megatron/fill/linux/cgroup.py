@@ -54,13 +54,7 @@ class CgroupHome:
 def find_home(
     proc: Path = Path("/proc"), systemd: bool | None = None, delegated: frozenset[Path] | None = None
 ) -> CgroupHome:
-    """The best place for workers' groups that this process may use.
-
-    Args:
-        proc: another /proc, for tests.
-        systemd: True if systemd manages the groups of this machine; None to find out.
-        delegated: groups that systemd delegated, for tests; None to find out.
-    """
+    """The best place for workers' groups that this process may use; arguments pretend another machine, for tests."""
     own = own_group(proc)
     if isinstance(own, str):
         return CgroupHome(None, why=own)
@@ -89,11 +83,8 @@ def _usable(path: Path, why: str) -> CgroupHome:
 
 
 def own_group(proc: Path = Path("/proc"), version_1: str = "") -> Path | str:
-    """The folder of this process's group, or as text the reason why it cannot be found.
-
-    Args:
-        version_1: controller whose version 1 hierarchy is searched; empty for version 2's hierarchy.
-    """
+    """The folder of this process's group in a controller's hierarchy of version 1, or in version 2's, or the reason
+    why it cannot be found."""
     name = f"cgroup v1 with {version_1}" if version_1 else "cgroup v2"
     mounts = [line.split() for line in text(proc / "self/mountinfo").splitlines()]
     found = [(Path(m[4]), m[3]) for m in mounts if _is_hierarchy(m[m.index("-") + 1 :], version_1)]

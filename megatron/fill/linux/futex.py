@@ -40,9 +40,6 @@ def wait(address: int, expected: int, timeout_ns: int) -> bool:
     Returns:
         False if ``timeout_ns`` has passed; True after a wake, a signal, or at once if the word differs already.  The
         caller must read the word again in any case.
-
-    Raises:
-        OSError: the system call failed.
     """
     if timeout_ns <= 0:
         return False

@@ -103,13 +103,9 @@ class HeldMemory:
         return Held(private, mapped, sum(sizes.values()) + self._own_files(), kernel)
 
     def exact_bytes(self, pids: Collection[int], held: Held) -> int | None:
-        """The memory of these processes with every page counted once.  Slow: the kernel walks the page tables.
+        """The memory of these processes with every page counted once; None if the kernel does not report it.
 
-        Args:
-            held: result of ``count`` for the same processes just before.
-
-        Returns:
-            Memory in bytes; None if the kernel does not report it.
+        Slow: the kernel walks the page tables.  ``held`` is what ``count`` has returned for them just before.
         """
         private = mapped = 0
         for pid in pids:

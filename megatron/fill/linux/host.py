@@ -66,9 +66,6 @@ def unordered(machine: str | None = None) -> str:
     """The reason why shared pages cannot be read without locks on this architecture; empty if they can.
 
     x86-64 keeps stores in order.  aarch64 and ppc64le need a memory barrier, which Python does not have.
-
-    Args:
-        machine: architecture as in ``uname -m``; None for this machine's.
     """
     machine = machine or platform.machine()
     if machine == "x86_64":
@@ -127,9 +124,6 @@ class FreeHostMemory:
 def may_become(uid: int, gid: int, proc: Path = Path("/proc/self")) -> bool:
     """True if this process, as root, can become that user and group: its user namespace, perhaps a rootless
     container's, maps both and allows setgroups(2).
-
-    Args:
-        proc: another /proc/self, for tests.
     """
     try:
         users, groups = ((proc / name).read_text(encoding="ascii") for name in ("uid_map", "gid_map"))

@@ -13,11 +13,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 def last_error(what: str = "") -> OSError:
-    """The error (errno) of the latest call in this thread.
-
-    Args:
-        what: file or call that failed.
-    """
+    """The error (errno) of the latest call in this thread; ``what`` names the file or call that failed."""
     code = ctypes.get_errno()
     return OSError(code, os.strerror(code), what) if what else OSError(code, os.strerror(code))
 
@@ -27,11 +23,7 @@ def error_name(error: OSError) -> str:
 
 
 def system_call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make the system call with this number.
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """Make the system call with this number."""
     words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
     result: int = libc.syscall(ctypes.c_long(number), *words)
     if result < 0:
@@ -40,11 +32,7 @@ def system_call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_cha
 
 
 def prctl(option: int, value: int = 0) -> int:
-    """Call prctl(2) with one argument.
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """Call prctl(2) with one argument."""
     result: int = libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
     if result < 0:
         raise last_error()

@@ -25,11 +25,8 @@ libc.mmap.argtypes = (
 def create(name: str, size: int, *, sealable: bool = False) -> int:
     """Create a file of ``size`` zero bytes that only its owner can open; return its descriptor.
 
-    Its size is sealed: shrinking it would take pages away from processes that have them mapped.
-
-    Args:
-        name: name that /proc shows.
-        sealable: True if ``close_to_writers`` will be called.
+    Its size is sealed: shrinking it would take pages away from processes that have them mapped.  ``sealable`` allows
+    ``close_to_writers``.
     """
     fd = os.memfd_create(f"pipefill-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(fd, 0o600)

@@ -13,11 +13,7 @@ _kept: dict[int, int] = {}  # pid of this process: descriptor of its clear_refs
 
 
 def keep(proc: int) -> None:
-    """Open ``clear_refs`` and keep it, since a job's process cannot open it later.
-
-    Args:
-        proc: descriptor of a writable ``/proc``.
-    """
+    """Open ``clear_refs`` in this descriptor of a writable ``/proc``, since a job's process cannot open it later."""
     with contextlib.suppress(OSError):  # ``PeakMemory`` raises the error
         _kept[os.getpid()] = os.open("self/clear_refs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
 

@@ -40,11 +40,7 @@ def end_descendants() -> None:
 
 
 def end_below(pid: int, budget_s: float) -> bool:
-    """Stop, then kill, all processes below another, which is stopped and adopts orphans; True if all are gone.
-
-    Args:
-        budget_s: as in ``end_all``.
-    """
+    """Stop, then kill, all processes below another, which is stopped and adopts orphans; True if all are gone."""
     return _end(lambda: _alive(descendants(pid)), budget_s, collect=lambda: None)
 
 
@@ -59,13 +55,8 @@ def _end(
 
     Args:
         look: returns the processes to kill that are alive now.
-        budget_s: as in ``end_all``.
         collect: reaps those that have died and are children of this process.
         groups: returns those of their process groups that hold no other process.
-        at_once: as in ``end_all``.
-
-    Returns:
-        True if all are gone.
     """
     end_s = time.monotonic() + budget_s
     empty = 0

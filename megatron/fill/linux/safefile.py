@@ -29,11 +29,7 @@ def open_folder(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove the file, link or whole folder at ``path``, if there is one.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove the file, link or whole folder at ``path``, if there is one."""
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
@@ -64,21 +60,13 @@ def disk_bytes(path: Path) -> int:
 
 
 def create(path: Path, mode: int = 0o644) -> int:
-    """Create an empty file in place of anything at ``path``; return its descriptor, which the caller closes.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create an empty file in place of anything at ``path``; return its descriptor, which the caller closes."""
     remove(path)
     # Exclusive: if a job is quick enough to put a link there again, this fails.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a new file in place of anything at ``path``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a new file in place of anything at ``path``."""
     with os.fdopen(create(path, mode), "w", encoding="utf-8") as file:
         file.write(text)

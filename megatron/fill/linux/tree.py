@@ -105,11 +105,7 @@ class WorkerTree:
         self.look()
 
     def look(self, more: list[int] | None = None) -> list[Process]:
-        """Find the living processes of the worker.
-
-        Args:
-            more: pids of further processes that are known to be the worker's.
-        """
+        """Find the living processes of the worker; ``more`` are pids that are known to be its processes' too."""
         worker = read_process(self.pid)
         if worker is not None and self._seen.setdefault(self.pid, worker.started) == worker.started and worker.alive:
             found = [self.pid, *descendants(self.pid)]

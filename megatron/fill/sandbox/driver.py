@@ -26,12 +26,7 @@ _MOST_BYTES = 1000
 
 @dataclass(frozen=True, slots=True)
 class DriverTrial(Spec):
-    """The input of a trial.
-
-    Attributes:
-        sandbox: sandbox like that of a job on the GPU.
-        library: name of the driver's library.
-    """
+    """The input of a trial: a sandbox like that of a job on the GPU, and the name of the driver's library."""
 
     sandbox: Sandbox
     library: str = LIBRARY

@@ -20,11 +20,7 @@ _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 0x40000, 2
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Call mount(2).
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """Call mount(2)."""
     words = [word.encode() if word else None for word in (source, target, kind)]
     if libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None):
         raise last_error(target)

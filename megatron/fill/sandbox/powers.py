@@ -55,11 +55,7 @@ def be_first_to_die() -> list[str]:
 
 
 def become(uid: int, gid: int) -> None:
-    """Become this user permanently.
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """Become this user permanently."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -86,11 +82,7 @@ def bar_powers() -> None:
 
 
 def keep_powers(which: int) -> None:
-    """Keep only these capabilities of this thread, a mask of the first 32, and none for programs that it starts.
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """Keep only these capabilities of this thread, a mask of the first 32, and none for programs that it starts."""
     effective = permitted = which
     if libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), struct.pack("6I", effective, permitted, 0, 0, 0, 0)):
         raise last_error()

@@ -193,14 +193,7 @@ class SandboxedProcess:
     def _run_job(
         self, init: int, told_w: int, go_r: int, proc: int, names: socket.socket, lacking: list[str]
     ) -> NoReturn:
-        """Run the job's process.
-
-        Args:
-            init: pid of the init, inside.
-            proc: descriptor of a writable ``/proc``.
-            names: socket to the init, which lets the job name its threads.
-            lacking: reasons for layers that the init could not set up.
-        """
+        """Run the job's process; ``names`` is its socket to the init, which lets it name its threads."""
         try:
             os.setpgid(0, 0)
             self._prepare()

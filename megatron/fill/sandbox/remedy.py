@@ -23,13 +23,7 @@ _KERNEL = "Linux 5.13 with landlock in its parameter lsm=, and in a container --
 
 
 def remedy(layer: str, lacks: str, proc: Path = Path("/proc")) -> str:
-    """The remedy for a missing layer; empty if none is known.
-
-    Args:
-        layer: name of the layer.
-        lacks: reason why it is missing.
-        proc: another /proc, for tests.
-    """
+    """The remedy for a layer that is missing for the reason ``lacks``; empty if none is known."""
     if layer in ("processes", "files", "ipc", "control groups", "network"):
         return _namespaces(layer, lacks, proc)
     if layer == "system calls" and "cannot be loaded" in lacks:

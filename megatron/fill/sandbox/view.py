@@ -191,15 +191,8 @@ def nodes(sandbox: Sandbox) -> list[str]:
 
 
 def _memory_files(sandbox: Sandbox, shared: int | None) -> tuple[int, int]:
-    """Create a file system in memory for both ``/tmp`` and ``/dev/shm``, so that they share one limit.
-
-    Args:
-        sandbox: sandbox of the job.
-        shared: clone of the machine's ``/dev/shm`` to use instead; None for the job's own.
-
-    Returns:
-        Descriptors of the mounts for ``/tmp`` and ``/dev/shm``.
-    """
+    """The mounts for ``/tmp`` and ``/dev/shm``: of one file system in memory, so that they share one limit, unless
+    ``shared`` is a clone of the machine's ``/dev/shm``."""
     mounts.new_memory(_SCRATCH, f"mode=755,size={sandbox.memory_files_bytes},nr_inodes=65536")
     for name in ("tmp", "shm"):
         os.mkdir(f"{_SCRATCH}/{name}")

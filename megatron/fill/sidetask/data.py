@@ -14,11 +14,7 @@ from megatron.fill.sidetask.models import find_workload, input_length, model_fie
 
 
 def load_object(argument: str, path: object) -> Any:
-    """Import the object that ``module:name`` names.
-
-    Args:
-        argument: name of the task's argument, for the message.
-        path: value of that argument.
+    """Import the object that ``module:name``, the value of a task's argument, names.
 
     Raises:
         ValueError: the object does not exist, or ``path`` has another form.

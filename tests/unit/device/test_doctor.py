@@ -28,14 +28,12 @@ CLUSTER = Facts(
     autogroup=False,
     sealing=True,
     kernel_log=False,
-    root=False,
 )
 CONTAINER = replace(
     CLUSTER,
     host_pids=False,
     mps="",
     cgroup=CgroupHome(None, why="the control groups are not writable for this user"),
-    root=True,
 )
 LAPTOP = replace(CLUSTER, gpus=(), driver="NVML cannot be used: no library", mps="", cores=1)
 

@@ -35,13 +35,7 @@ class _Flat(nn.Module):
 def split_export(model: nn.Module, call: Call, pieces: int, spec: Any) -> Split:
     """Trace the model for inputs of exactly these shapes and cut its graph.
 
-    The pieces use the model's own parameters and buffers.
-
-    Args:
-        model: model to split.
-        call: example call of the model.
-        pieces: greatest number of pieces.
-        spec: structure of the model's output.
+    The pieces use the model's own parameters and buffers.  ``spec`` is the structure of its output.
 
     Raises:
         SplitError: the model cannot be traced, or its graph cannot be cut.
