@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from megatron.fill.config import FillSettings
 from megatron.fill.device.cuda import FreeDeviceMemory
-from megatron.fill.device.margin import CudaAllocator, OwnedMargin
+from megatron.fill.device.margin import CudaAllocator, keep_margin
 from megatron.fill.device.port import Sharing
 from megatron.fill.hooks import Listener
 from megatron.fill.linux.host import FreeHostMemory
@@ -153,10 +154,10 @@ class RelayedListening:
         if control_fd is not None:
             os.close(control_fd)
         self.free_bytes = FreeDeviceMemory(info.device)
-        margin = OwnedMargin(CudaAllocator(info.device), owned_bytes)
+        keep = partial(keep_margin, CudaAllocator(info.device), owned_bytes)
         switch = control or AlwaysRunning()
         blocks = Blocks(spec.rule.warmup, spec.paired_blocks, lambda: switch.settled)
-        self.listener = StreamListener(ring, signals, margin.keep, self._relay.alive, self._relay.shut, blocks)
+        self.listener = StreamListener(ring, signals, keep, self._relay.alive, self._relay.shut, blocks)
         if not self._relay.wait_ready():
             logger.warning("rank %d: its relay does not start, so nothing is filled; see %s", info.rank, log)
             self.listener.shut()

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def cap_memory(device: str, memory_bytes: int | None) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), device)
 
 
+@dataclass
 class Entrance:
     """A callable that sets the worker's limits in its own process as soon as the task has imported PyTorch.
 
@@ -58,22 +60,21 @@ class Entrance:
         say: called with a message for each limit that cannot be set.
     """
 
-    def __init__(self, device: str, limits: Limits, sharing: Sharing, say: Callable[[str], None]) -> None:
-        self._device = device
-        self._limits = limits
-        self._sharing = sharing
-        self._say = say
-        self._calls = 0
-        self._done = False
+    device: str
+    limits: Limits
+    sharing: Sharing
+    say: Callable[[str], None]
+    _calls: int = field(default=0, init=False)
+    _done: bool = field(default=False, init=False)
 
     def __call__(self) -> None:
         self._calls += 1
         if "torch" in sys.modules and not self._done:
             self._done = True
-            for lacking in enter(self._device, self._limits, self._sharing):
-                self._say(lacking)
+            for lacking in enter(self.device, self.limits, self.sharing):
+                self.say(lacking)
         elif self._calls == 2 and not self._done:
-            self._say(
+            self.say(
                 "the task has not imported PyTorch, so neither its memory cap nor its share of the GPU is set there"
             )
 

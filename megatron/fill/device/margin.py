@@ -8,6 +8,7 @@ Nothing is written to that memory, and the rank never waits for another process.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 from megatron.fill.device.port import MIB
@@ -33,33 +34,18 @@ class Allocator(Protocol):
         """
 
 
-class OwnedMargin:
-    """A margin that is kept reserved in the training's allocator.
+def keep_margin(allocator: Allocator, margin_bytes: int) -> int:
+    """Reserve the missing part of a margin beyond the peak; return the number of bytes that could not be reserved.
 
-    Args:
-        allocator: allocator of the training.
-        margin_bytes: memory to reserve beyond the peak.
+    The allocator serves a request from its cache first.  So pieces are allocated and held until it has had to reserve
+    the missing memory, and then freed at once.
     """
-
-    def __init__(self, allocator: Allocator, margin_bytes: int) -> None:
-        self._allocator = allocator
-        self.margin_bytes = margin_bytes
-
-    def keep(self) -> int:
-        """Reserve the missing part of the margin; return the number of bytes that could not be reserved.
-
-        The allocator serves a request from its cache first.  So pieces are allocated and held until it has had to
-        reserve the missing memory, and then freed at once.
-        """
-        allocator = self._allocator
-        wanted = allocator.peak_bytes() + self.margin_bytes
-        held: list[Any] = []
-        try:
-            while allocator.reserved_bytes() < wanted:
-                held.append(allocator.take(_PIECE_BYTES))
-        except MemoryError:
-            pass
-        return max(0, wanted - allocator.reserved_bytes())
+    wanted = allocator.peak_bytes() + margin_bytes
+    held: list[Any] = []
+    with suppress(MemoryError):
+        while allocator.reserved_bytes() < wanted:
+            held.append(allocator.take(_PIECE_BYTES))
+    return max(0, wanted - allocator.reserved_bytes())
 
 
 class CudaAllocator:

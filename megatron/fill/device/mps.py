@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.device.port import MIB, DeviceError, Limits
@@ -33,6 +34,7 @@ _START_S = 5.0
 _QUIT_S = 10
 
 
+@dataclass(eq=False)
 class MpsDaemon:
     """A running daemon; ``start`` or ``existing`` creates it.
 
@@ -40,15 +42,15 @@ class MpsDaemon:
         pipe: ``CUDA_MPS_PIPE_DIRECTORY``.
         log: ``CUDA_MPS_LOG_DIRECTORY``.
         ours: True if this process started it, and so may stop it.
+        program: name or path of the control program.
         outside: True if it was started outside of this run, perhaps in another pid namespace.
     """
 
-    def __init__(self, pipe: Path, log: Path, ours: bool, program: str, outside: bool = False) -> None:
-        self.pipe = pipe
-        self.log = log
-        self.ours = ours
-        self.outside = outside
-        self._program = program
+    pipe: Path
+    log: Path
+    ours: bool
+    program: str
+    outside: bool = False
 
     @classmethod
     def start(
@@ -182,7 +184,7 @@ class MpsDaemon:
         environment = self._environment() | {"CUDA_VISIBLE_DEVICES": ",".join(uuids)}
         try:
             subprocess.run(
-                [self._program, "-d"],
+                [self.program, "-d"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -191,7 +193,7 @@ class MpsDaemon:
                 check=True,
             )
         except FileNotFoundError as error:
-            raise DeviceError(f"{self._program} is not installed: MPS cannot be used") from error
+            raise DeviceError(f"{self.program} is not installed: MPS cannot be used") from error
         except (OSError, subprocess.SubprocessError) as error:
             raise DeviceError(f"the MPS daemon does not start: {error}; see {self.log}") from error
         end_s = time.monotonic() + _START_S
@@ -231,7 +233,7 @@ class MpsDaemon:
             return None
         try:
             done = subprocess.run(
-                [self._program],
+                [self.program],
                 input=command + "\n",
                 env=self._environment(),
                 capture_output=True,

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.fill.errors import SandboxError
@@ -15,6 +15,7 @@ from megatron.fill.linux.isolated import ask
 from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.remedy import remedy
+from megatron.fill.spec import Spec
 
 _READ_BYTES = 4096
 _LOOK_S = 60.0  # timeout for a busy machine
@@ -48,7 +49,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxSupport:
+class SandboxSupport(Spec):
     """The sandbox layers of this machine.
 
     Attributes:
@@ -80,15 +81,14 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
     """
     asked = json.dumps([user, group, why_same_user, network])
     try:
-        found = json.loads(ask("megatron.fill.sandbox.probe", asked, _LOOK_S))
+        return SandboxSupport.from_json(ask("megatron.fill.sandbox.probe", asked, _LOOK_S))
     except OSError as error:
         raise SandboxError(f"what this machine has for keeping jobs in cannot be found out: {error}") from None
-    return SandboxSupport(tuple(found["namespaces"]), tuple(Layer(**layer) for layer in found["layers"]))
 
 
 def main(asked: str) -> None:
     """Run the trial, in the process that ``look`` starts, and print the result."""
-    print(json.dumps(asdict(probe(*json.loads(asked)))))
+    print(probe(*json.loads(asked)).to_json())
 
 
 def probe(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> SandboxSupport:

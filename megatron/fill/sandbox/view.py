@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import megatron.fill
@@ -27,15 +26,6 @@ _LIMITED = mounts.NO_SETUID | mounts.NO_DEVICES
 _SCRATCH = "/dev"  # place where the files in memory are created before they are moved; it is hidden anyway
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A path that is visible in a hidden folder, or writable in a read-only one."""
-
-    path: str
-    fd: int
-    writable: bool
-
-
 def build(sandbox: Sandbox) -> None:
     """Turn this mount namespace into the job's view; called by the init, which has power over it and runs no job code.
 
@@ -44,16 +34,18 @@ def build(sandbox: Sandbox) -> None:
     """
     mounts.make_private()
     hidden = _hidden(sandbox)
-    places = [_take(path, writable) for path, writable in _wanted(sandbox, hidden).items()]
+    wanted = _wanted(sandbox, hidden)
+    places = {path: mounts.take(path) for path in wanted}
+    for path, writable in wanted.items():
+        mounts.restrict(places[path], _LIMITED | (0 if writable else mounts.READ_ONLY))
     zeros = not sandbox.devices and "uncounted memory" not in sandbox.without
-    seen = [path for path in nodes(sandbox) if path != _ZERO or not zeros]
-    devices = [_Place(path, mounts.take(path), True) for path in seen]
+    devices = {path: mounts.take(path) for path in nodes(sandbox) if path != _ZERO or not zeros}
     shared = mounts.take("/dev/shm") if sandbox.host_memory_files else None
     mounts.restrict("/", mounts.READ_ONLY | _LIMITED)
     temporary, shared = _memory_files(sandbox, shared)
     covered = _lay_out(hidden, places, temporary)
-    for place in devices:
-        mounts.put(place.fd, place.path)
+    for path, fd in devices.items():
+        mounts.put(fd, path)
     if zeros:
         _put_zeros()
     mounts.put(shared, "/dev/shm")
@@ -64,17 +56,16 @@ def build(sandbox: Sandbox) -> None:
     _mask((*sandbox.masked, *(f"{run}/{RUN_LOCK}" for run in sandbox.runs)))
 
 
-def _lay_out(hidden: list[str], places: list[_Place], temporary: int) -> list[str]:
-    """Cover the hidden folders and mount the places, from the root down; return the covered folders.
+def _lay_out(hidden: list[str], places: dict[str, int], temporary: int) -> list[str]:
+    """Cover the hidden folders and mount the places, clones by path, from the root down; return the covered folders.
 
     Thanks to this order, a hidden folder below a place stays hidden, and a place below a hidden folder is visible.
     """
     covered = []
-    steps = [(path, None) for path in hidden] + [(place.path, place) for place in places]
+    steps = [*((path, None) for path in hidden), *places.items()]
     for path, place in sorted(steps, key=lambda step: step[0].count("/")):  # for equal paths the cover comes first
         if place is not None:
-            mounts.restrict(place.fd, _LIMITED | (0 if place.writable else mounts.READ_ONLY))
-            mounts.put(place.fd, path)
+            mounts.put(place, path)
         elif path == os.path.realpath("/tmp"):
             mounts.put(temporary, path)
         elif os.path.isdir(path):  # not hidden already by a folder above it
@@ -132,10 +123,6 @@ def _closed_runs(sandbox: Sandbox) -> list[str]:
     needed = {os.path.realpath(path) for path in (*_programs(), *(bind.path for bind in sandbox.binds))}
     runs = {os.path.realpath(run) for run in sandbox.runs}
     return [*(runs - needed), *(f"{run}/{part}" for run in runs & needed for part in PARTS)]
-
-
-def _take(path: str, writable: bool) -> _Place:
-    return _Place(path, mounts.take(path), writable)
 
 
 def _wanted(sandbox: Sandbox, hidden: list[str]) -> dict[str, bool]:

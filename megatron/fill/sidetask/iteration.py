@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.data import Samples
 
 
+@dataclass(eq=False)
 class NodeIteration:
     """The nodes of an optimizer step: forward and backward passes, one microbatch at a time, then the optimizer, one
     group of parameters at a time.
@@ -20,36 +22,32 @@ class NodeIteration:
         pieces: greatest number of pieces of any split of the model.
         groups: number of groups of parameters.
         begin_pass: takes a microbatch's samples; returns a runner with their inputs, and their target.
-        loss: takes output and target; returns a scalar.
+        loss_of: takes output and target; returns a scalar.
 
     Attributes:
         batch: samples of the batch.
         loss: sum of the microbatches' losses so far, each weighted by its share of the batch.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        micro_batch: int,
-        pieces: int,
-        groups: int,
-        begin_pass: Callable[[list[Any]], tuple[Any, Any]],
-        loss: Callable[[Any, Any], Any],
-    ) -> None:
-        self._micro_batch = micro_batch
-        self._begin_pass, self._loss_of = begin_pass, loss
+    batch_size: int
+    micro_batch: int
+    pieces: int
+    groups: int
+    begin_pass: Callable[[list[Any]], tuple[Any, Any]]
+    loss_of: Callable[[Any, Any], Any]
+
+    def __post_init__(self) -> None:
         self._nodes: list[tuple[str, int, int]] = []  # phase, microbatch, piece or group
-        for micro in range(batch_size // micro_batch):
-            self._nodes += [("forward", micro, piece) for piece in range(pieces)]
+        for micro in range(self.batch_size // self.micro_batch):
+            self._nodes += [("forward", micro, piece) for piece in range(self.pieces)]
             self._nodes += [("loss", micro, 0)]
-            self._nodes += [("backward", micro, piece) for piece in reversed(range(pieces))]
-        self._nodes += [("optimizer", 0, group) for group in range(groups)]
-        self._many = batch_size > micro_batch
+            self._nodes += [("backward", micro, piece) for piece in reversed(range(self.pieces))]
+        self._nodes += [("optimizer", 0, group) for group in range(self.groups)]
 
     def names(self) -> tuple[str, ...]:
         """The names of the nodes, in order."""
         return tuple(
-            (f"micro-batch {micro} " if self._many and phase != "optimizer" else "")
+            (f"micro-batch {micro} " if self.batch_size > self.micro_batch and phase != "optimizer" else "")
             + (phase if phase == "loss" else f"{phase} {index}")
             for phase, micro, index in self._nodes
         )
@@ -68,18 +66,18 @@ class NodeIteration:
         phase, micro, piece = self._nodes[node]
         if phase == "forward":
             if piece == 0:
-                samples = self.batch[micro * self._micro_batch : (micro + 1) * self._micro_batch]
+                samples = self.batch[micro * self.micro_batch : (micro + 1) * self.micro_batch]
                 self._share = len(samples) / len(self.batch)
-                self._runner, self._target = self._begin_pass(samples)
+                self._runner, self._target = self.begin_pass(samples)
             self._runner.forward(piece)
         elif phase == "loss":
-            self.loss += self._runner.loss(lambda output: self._loss_of(output, self._target) * self._share)
+            self.loss += self._runner.loss(lambda output: self.loss_of(output, self._target) * self._share)
         else:
             self._runner.backward(piece)
 
     def after(self, node: int) -> int:
         """The next node of this batch, which may have fewer nodes as an epoch's last batch; 0 after the last node."""
-        micros, pieces = -(-len(self.batch) // self._micro_batch), len(self._runner.split.segments)
+        micros, pieces = -(-len(self.batch) // self.micro_batch), len(self._runner.split.segments)
         for at in range(node + 1, len(self._nodes)):
             phase, micro, index = self._nodes[at]
             if not self._learning and phase in ("backward", "optimizer"):
@@ -93,6 +91,7 @@ class NodeIteration:
         self._runner.clear()
 
 
+@dataclass(eq=False)
 class Course:
     """The progress of a training job in its data.
 
@@ -109,24 +108,21 @@ class Course:
         total_work: total number of samples; None if unknown.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        seed: int,
-        batch_size: int,
-        epochs: int | None,
-        steps: int | None,
-        epoch_ended: Callable[[], None],
-    ) -> None:
-        self._samples, self._seed, self._batch_size = samples, seed, batch_size
-        self._epochs, self._steps, self._epoch_ended = epochs, steps, epoch_ended
+    samples: Samples
+    seed: int
+    batch_size: int
+    epochs: int | None
+    steps: int | None
+    epoch_ended: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.epoch = self._position = self.iteration = 0  # _position: samples done in this epoch
         self._stream: Iterator[Any] | None = None
         self.total_work = self._total_work()
 
     @property
     def finished(self) -> bool:
-        done, wanted = (self.iteration, self._steps) if self._epochs is None else (self.epoch, self._epochs)
+        done, wanted = (self.iteration, self.steps) if self.epochs is None else (self.epoch, self.epochs)
         return done >= (wanted or 0)
 
     def next_batch(self) -> list[Any]:
@@ -138,8 +134,8 @@ class Course:
         """
         for _ in range(2):
             if self._stream is None:
-                self._stream = self._samples.epoch(self._seed, self.epoch, self._position)
-            batch = list(itertools.islice(self._stream, self._batch_size))
+                self._stream = self.samples.epoch(self.seed, self.epoch, self._position)
+            batch = list(itertools.islice(self._stream, self.batch_size))
             if batch:
                 return batch
             if self._position == 0:
@@ -153,7 +149,7 @@ class Course:
         """Record an iteration of ``count`` samples."""
         self.iteration += 1
         self._position += count
-        if self._position == self._samples.length:
+        if self._position == self.samples.length:
             self._end_epoch()
 
     def state_dict(self) -> dict[str, int]:
@@ -165,13 +161,13 @@ class Course:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._position, self._stream = 0, None
-        self._epoch_ended()
+        self.epoch_ended()
 
     def _total_work(self) -> float | None:
-        length, batch = self._samples.length, self._batch_size
+        length, batch = self.samples.length, self.batch_size
         if length is None:
-            return None if self._steps is None else float(self._steps * batch)
-        if self._steps is None:
-            return float((self._epochs or 0) * length)
-        epochs, rest = divmod(self._steps, -(-length // batch))
+            return None if self.steps is None else float(self.steps * batch)
+        if self.steps is None:
+            return float((self.epochs or 0) * length)
+        epochs, rest = divmod(self.steps, -(-length // batch))
         return float(epochs * length + min(rest * batch, length))

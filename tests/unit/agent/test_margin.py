@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.agent.memory import worker_cap
-from megatron.fill.device.margin import DRIVER_BYTES, CudaAllocator, OwnedMargin
+from megatron.fill.device.margin import DRIVER_BYTES, CudaAllocator, keep_margin
 from megatron.fill.device.port import MIB
 from megatron.fill.device.pressure import MemoryGuard, Order
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
@@ -77,10 +77,10 @@ def test_the_margin_is_reserved_beyond_the_peak_and_nothing_stays_in_use():
     gpu = Gpu(80 * GIB)
     cache = Cache(gpu)
     cache.need(20 * GIB)
-    assert OwnedMargin(cache, MARGIN).keep() == 0
+    assert keep_margin(cache, MARGIN) == 0
     assert cache.reserved == 21 * GIB
     assert (cache.used, cache.peak) == (0, 20 * GIB)
-    assert OwnedMargin(cache, MARGIN).keep() == 0
+    assert keep_margin(cache, MARGIN) == 0
     assert cache.reserved == 21 * GIB  # once
 
 
@@ -90,7 +90,7 @@ def test_what_is_in_the_cache_but_was_needed_is_no_margin():
     cache.need(20 * GIB)
     cache.reserved += GIB // 2  # fragments
     gpu.free -= GIB // 2
-    assert OwnedMargin(cache, MARGIN).keep() == 0
+    assert keep_margin(cache, MARGIN) == 0
     assert cache.reserved == 21 * GIB
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_had_is_said():
     gpu = Gpu(20 * GIB + 300 * MIB)
     cache = Cache(gpu)
     cache.need(20 * GIB)
-    assert OwnedMargin(cache, MARGIN).keep() == MARGIN - 256 * MIB  # in pieces of 64 MiB
+    assert keep_margin(cache, MARGIN) == MARGIN - 256 * MIB  # in pieces of 64 MiB
     assert gpu.free == 44 * MIB
 
 
@@ -121,21 +121,21 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def test_the_allocator_of_a_gpu_takes_the_margin_once_and_again_after_it_was_given_back(cuda: Cache) -> None:
-    margin = OwnedMargin(CudaAllocator("cuda:0"), MARGIN)
+    allocator = CudaAllocator("cuda:0")
     cuda.need(20 * GIB)
     for _ in range(2):
-        assert margin.keep() == 0
+        assert keep_margin(allocator, MARGIN) == 0
         assert (cuda.reserved, cuda.used) == (21 * GIB, 0)
     cuda.gpu.free += cuda.reserved  # torch.cuda.empty_cache()
     cuda.reserved = 0
-    assert margin.keep() == 0
+    assert keep_margin(allocator, MARGIN) == 0
     assert (cuda.reserved, cuda.used) == (21 * GIB, 0)
     cuda.need(22 * GIB)
-    assert margin.keep() == 0
+    assert keep_margin(allocator, MARGIN) == 0
     assert (cuda.reserved, cuda.used) == (23 * GIB, 0)
     cuda.gpu.malloc(GIB)  # another process's
     cuda.need(23 * GIB)
-    assert margin.keep() == MARGIN  # the device is full
+    assert keep_margin(allocator, MARGIN) == MARGIN  # the device is full
     assert cuda.used == 0
 
 
@@ -149,13 +149,12 @@ def failures(seed: int, steps: int, owned: bool) -> int:
     cache = Cache(gpu)
     need = 20 * GIB
     cache.need(need)
-    margin = OwnedMargin(cache, MARGIN)
     driver_bytes = DRIVER_BYTES if owned else MARGIN
     guard = MemoryGuard(driver_bytes, 1.0)
     held, runs, failed = 0, False, 0
     for step in range(steps):
         if owned and step % 20 == 0:
-            margin.keep()
+            keep_margin(cache, MARGIN)
         if not runs and step % 20 == 0:  # a new worker
             cycle = BubbleCycle(10**9, (BubbleSlot(BubbleKind.FILL, 10**6, gpu.free),))
             runs = isinstance(worker_cap(None, gpu, cycle, driver_bytes, 0), int)  # type: ignore[arg-type]
@@ -192,6 +191,6 @@ def test_what_is_kept_and_what_is_missing_are_the_margin(total, need, margin):
         cache.need(need)
     except MemoryError:
         return
-    missing = OwnedMargin(cache, margin).keep()
+    missing = keep_margin(cache, margin)
     assert missing == max(0, cache.peak + margin - cache.reserved)
     assert not missing or gpu.free < 64 * MIB

@@ -168,7 +168,7 @@ def test_only_clients_are_terminated(daemon):
 
 
 def test_a_daemon_that_hangs_costs_no_more_than_the_time_given(daemon, tmp_path):
-    Path(daemon._program).write_text("#!/bin/sh\nexec sleep 5\n")
+    Path(daemon.program).write_text("#!/bin/sh\nexec sleep 5\n")
     assert daemon.terminate([11], timeout_s=0.1) == [11]
     with pytest.raises(DeviceError, match=r"did not answer get_server_list within 0\.1 s"):
         daemon.clients(0.1)

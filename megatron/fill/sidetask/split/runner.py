@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.fill.sidetask.split.randomness import Randomness
 from megatron.fill.sidetask.split.segments import Split
 
 
+@dataclass(eq=False)
 class PieceRunner:
     """A pass of a batch through a split model: each ``forward``, then ``loss``, then each ``backward`` in reverse.
 
@@ -28,20 +30,15 @@ class PieceRunner:
         resident: called with parameters; returns a context that holds them on the device (offloaded weights).
     """
 
-    def __init__(
-        self,
-        split: Split,
-        randomness: Randomness,
-        training: bool = False,
-        checkpointing: bool = False,
-        resident: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]] | None = None,
-    ) -> None:
-        self.split = split
-        self.randomness = randomness
-        self.training = training
-        self.checkpointing = checkpointing
-        self._resident = resident or (lambda parameters: contextlib.nullcontext())
-        self._dead = split.dead_after()
+    split: Split
+    randomness: Randomness
+    training: bool = False
+    checkpointing: bool = False
+    resident: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]] | None = None
+
+    def __post_init__(self) -> None:
+        self._resident = self.resident or (lambda parameters: contextlib.nullcontext())
+        self._dead = self.split.dead_after()
         self.clear()
 
     def clear(self) -> None:
