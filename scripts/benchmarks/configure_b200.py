@@ -48,6 +48,7 @@ class Published:
         kind: ``dense``, ``experts`` or, for dense models with context parallelism, ``context``.
         flags: Megatron's.
         peaks: the most that torch's allocator held on each rank, in bytes.
+        reserved: by which share of it the most that the allocator had reserved there is more.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Published:
     flags: tuple[str, ...]
     iteration_s: float
     peaks: tuple[int, ...]
+    reserved: tuple[float, ...]
 
 
 def published(folder: Path) -> Iterator[Published]:
@@ -71,6 +73,7 @@ def published(folder: Path) -> Iterator[Published]:
         )
         flags += " --sequence-parallel" * (degrees[0] > 1) + f" --expert-model-parallel-size {its.get('ep', 1)}"
         kind = "experts" if "deepseek" in line["model"] else "dense" if degrees[2] == 1 else "context"
-        held = line["peak_memory_by_rank_mb"]
-        peaks = tuple(round(held[str(rank)]["max_allocated_mb"] * 2**20) for rank in range(GPUS))
-        yield Published(line["case"], kind, tuple(flags.split()), line["real_ms"] / 1e3, peaks)
+        held = [line["peak_memory_by_rank_mb"][str(rank)] for rank in range(GPUS)]
+        peaks = tuple(round(its["max_allocated_mb"] * 2**20) for its in held)
+        reserved = tuple(its["max_reserved_mb"] / its["max_allocated_mb"] - 1 for its in held)
+        yield Published(line["case"], kind, tuple(flags.split()), line["real_ms"] / 1e3, peaks, reserved)

@@ -202,6 +202,7 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "held_by_interval_families": _held(told, sources, lambda row: row.group),
         "quantiles": _quantiles(sources),
         "b200": b200_errors(folder),
+        "b200_reserved": _reserved(folder),
         "groups": {name: _shown(errors) for name, errors in sorted(groups.items())},
         "recipes": {name: _shown(errors) for name, errors in recipes.items()}
         | {row.recipe: row.refused for row in rows if row.refused},
@@ -229,6 +230,12 @@ def b200_errors(folder: Path) -> dict[str, dict[str, float]]:
         for kind, found in kinds.items()
         if (errors := [error for several in found.values() for error in several])
     }
+
+
+def _reserved(folder: Path) -> dict[str, float]:
+    """Return by which share the allocator reserves more than it hands out, over the ranks of SimuMax's trainings."""
+    more = [share for one in published(folder) for share in one.reserved]
+    return {"median": median(more), "highest": max(more)} if more else {}
 
 
 def _of(rows: Sequence[Row], name: str, there: bool) -> list[Row]:

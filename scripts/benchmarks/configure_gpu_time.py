@@ -8,14 +8,22 @@ Of the folder it reads
   <https://github.com/VIA-Research/vTrain>).  Nothing is learned from them;
 - ``b200_release_v1.2_summary.json``, if it is there: SimuMax's trainings on eight B200 (``docs/b200/`` of
   <https://github.com/MooreThreads/SimuMax>), whose models are in its ``configs/models``.  Of its figures only those of
-  single kernels and collectives are learned from.
+  single kernels and collectives are learned from;
+- Sailor's trainings on nodes of four GH200, if they are there: ``OPT-350_*.csv``, as ``configure_waits`` reads them, in
+  half precision, and ``clariden/``, the folder of that name in ``sailor/Planner/simulations/validation`` of
+  <https://github.com/eth-easl/sailor>, in TF32, whose plans have the seconds of an iteration (``real``).  Its folder
+  ``mit`` has stages of unlike GPUs, which are not expressible.
 
 What vTrain's table leaves out is in its ``config/validation``: all layers are computed again (``use_checkpoint``; none
 of these layouts fits its GPUs otherwise), and a node has 800 Gbit/s.  They ran with DeepSpeed's pipeline, in which each
 tensor-parallel rank sends its part of what passes between stages (``pipe_partitioned``, its default).
 
+vTrain's ``ground_truth_single.csv`` is not read, as nothing in it was measured: with one replica, a layout's times are a
+constant, a time for each layer, one for each microbatch and one for each of both, exactly to the nanosecond.
+
 A *choice* is a model, a batch and a number of GPUs in several layouts: is the one that is predicted to be the fastest
-within 3% of the fastest, or one of those that are shown as tied with it?  A *pair* is that one and another that is
+within 3% of the fastest, or one of those that are shown as tied with it?  Those of three layouts and more are counted
+over all files, too.  A *pair* is that one and another that is
 predicted to take up to 10% longer: by how much is the ratio of their times off?  A *jump* is a training that takes over
 3% longer for a sample and pass than another that has smaller micro-batches alone: no model of passes has any.
 """
@@ -23,6 +31,7 @@ predicted to take up to 10% longer: by how much is the ratio of their times off?
 from __future__ import annotations
 
 import csv
+import json
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -41,18 +50,19 @@ from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.ranked import MODEL_ERROR
 from megatron.fill.wings.configure.search import Evaluator
 from megatron.fill.wings.mainjob.analytic import boundary_bytes, stage_cost
-from megatron.fill.wings.mainjob.hardware import NETWORKS, Network
+from megatron.fill.wings.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind, Network
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
-from scripts.benchmarks.configure_b200 import GPUS, published
+from scripts.benchmarks import configure_b200
 from scripts.benchmarks.configure_gpu_memory import FUNCTIONAL, laid_out_as
+from scripts.benchmarks.configure_waits import BANDWIDTH, read_waits
 
 _OVER_NODES = "ground_truth_multi.csv"
 _TIME = "iteration_time_median_s"
-_NODE = 8  # GPUs
+_NODE, _SAILORS_NODE = 8, 4  # GPUs
 _GPUS = {"a100": ("a100-80gb", "dgx-a100"), "h100": ("h100-80gb", "dgx-h100")}  # by the platform's name
 _ONE_EFFICIENCY = 0.45  # the simulator's
-_CLOSE, _PAIRED = 0.03, 0.1
+_CLOSE, _PAIRED, _LARGE = 0.03, 0.1, 3
 _RIGHT, _MOST_PERCENT = 0.9, 100
 _JUMP = 0.03
 _FLAGS = {
@@ -70,6 +80,18 @@ _ASSUMED = (
     "--recompute-num-layers 1"
 )
 _THEIRS = replace(NETWORKS["dgx-a100"], name="vtrain", inter_node_bytes_s=800e9 / 8)
+# NVIDIA GH200 data sheet: an H100 with 96 GB of faster memory.  TF32 has half of the peak.
+_GH200 = replace(GPUS["h100-80gb"], name="gh200", memory_bytes=96 * GIB, memory_bandwidth=4e12)
+_GH200_TF32 = replace(_GH200, peak_flops=_GH200.peak_flops / 2)
+_ALPS = Network("alps", 450e9, _SAILORS_NODE * BANDWIDTH, _SAILORS_NODE)
+_PLANS = {  # models of Sailor's plans, by the folder's name
+    "OPT-350": "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50272",
+    "GPT-NEO": "--num-layers 32 --hidden-size 2560 --num-attention-heads 32 --vocab-size 128256",
+}
+_PLAN = (
+    " --seq-length 2048 --transformer-impl local --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+    "--micro-batch-size {mbs} --global-batch-size {gbs}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +105,12 @@ class Timed:
 
     training: Training
     parallel: Parallel
-    gpu: str
+    gpu: str | GpuKind
     network: str | Network
     choice: Hashable
     measured_s: float
     in_parts: bool = False
+    node: int = _NODE
 
     @property
     def name(self) -> str:
@@ -104,7 +127,7 @@ class Timed:
     def predicted_s(self, **own: float) -> float:
         """The prediction, in seconds; ``own`` are fields of the cluster."""
         gpus = self.parallel.gpus
-        shape = {"nodes": -(-gpus // _NODE), "gpus_per_node": min(gpus, _NODE)}
+        shape = {"nodes": -(-gpus // self.node), "gpus_per_node": min(gpus, self.node)}
         cluster = Cluster.model_validate(shape | own | {"gpu": self.gpu, "network": self.network})
         evaluator = Evaluator(self.training, cluster, cluster.links(Path()))
         sent_bytes = _part_bytes if self.in_parts else latency.p2p_bytes
@@ -151,10 +174,43 @@ def _over_nodes(line: dict[str, str]) -> Timed:
 def read_b200(folder: Path) -> dict[str, list[Timed]]:
     """Read SimuMax's trainings, by kind of model and attention; none if the file is not there."""
     kinds: dict[str, list[Timed]] = defaultdict(list)
-    for one in published(folder):
-        training, parallel = read_flags(one.flags, ran=True), laid_out(one.flags, GPUS)[1]
-        kinds[f"b200_{one.kind}"].append(Timed(training, parallel, "b200", "dgx-b200", one.name, one.iteration_s))
+    for one in configure_b200.published(folder):
+        training, parallel = read_flags(one.flags, ran=True), laid_out(one.flags, configure_b200.GPUS)[1]
+        choice = training.model, training.global_batch
+        kinds[f"b200_{one.kind}"].append(Timed(training, parallel, "b200", "dgx-b200", choice, one.iteration_s))
     return kinds
+
+
+def read_sailor(folder: Path) -> dict[str, list[Timed]]:
+    """Read Sailor's trainings on GH200, by who ran them; none if the files are not there."""
+    kinds: dict[str, list[Timed]] = defaultdict(list)
+    for one in read_waits(folder, least_stages=1):
+        choice = one.parallel.gpus, one.parallel.global_batch
+        its = read_flags(one.flags, ran=True), one.parallel, _GH200, _ALPS, choice, one.iteration_ms / 1e3
+        kinds["aceso"].append(Timed(*its, node=_SAILORS_NODE))
+    for path in sorted(folder.glob("clariden/*/*/plan_config_*.json")):
+        kinds["sailor"] += _planned(path)
+    return kinds
+
+
+def _planned(path: Path) -> list[Timed]:
+    """Read a plan, which counts the embedding as a layer of the first stage, and the output as one of the last.
+
+    None if it has layers of another model, as ``GPT-NEO/N4/plan_config_N4_D4.json`` has.
+    """
+    plan = json.loads(read_text(path, "a plan of Sailor's"))
+    its, name = plan["pipeline_list"][0], path.parent.parent.name
+    (tp,) = {tp for stage in its["tmp_per_stage"] for _, tp in stage}
+    text = _PLANS[name] + _PLAN.format(tp=tp, pp=its["num_stages"], mbs=plan["mbs"], gbs=plan["gbs"])
+    training, gpus = read_flags(text.split(), ran=True), tp * sum(its["dp"])
+    parallel = laid_out(text.split(), gpus)[1]
+    counts = [len(stage) for stage in its["layers_per_stage"]]
+    counts[0] -= 1
+    counts[-1] -= 1
+    if sum(counts) != training.model.layers:
+        return []
+    parallel, choice = replace(parallel, stage_layers=tuple(counts)), (name, gpus, parallel.global_batch)
+    return [Timed(training, parallel, _GH200_TF32, _ALPS, choice, plan["real"], node=_SAILORS_NODE)]
 
 
 def _lines(path: Path) -> list[dict[str, str]]:
@@ -165,8 +221,10 @@ def measure_gpu_time(folder: Path) -> dict[str, Any]:
     """The figures, of each of the files that are there."""
     small, refused = read_small(folder)
     kinds = {name: [r for r in small if r.taught == its] for name, its in (("small", False), ("small_taught", True))}
-    kinds |= {"over_nodes": read_over_nodes(folder)} | read_b200(folder)
-    return {name: _figures(rows) for name, rows in kinds.items() if rows} | {"not_expressible": refused}
+    kinds |= {"over_nodes": read_over_nodes(folder)} | read_b200(folder) | read_sailor(folder)
+    figures = {name: _figures(rows) for name, rows in kinds.items() if rows}
+    counts = {name: sum(its[name] for its in figures.values()) for name in ("choices", "right", "large", "large_right")}
+    return figures | {"all_choices": counts, "not_expressible": refused}
 
 
 def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
@@ -179,6 +237,7 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
     choices = _choices(rows)
     lost = [its[0][1] / min(measured for _, measured in its) - 1 for its in choices]
     pairs = [error for its in choices for error in _pairs(its)]
+    large = [its for choice, its in zip(choices, lost, strict=True) if len(choice) >= _LARGE]
     return {
         "rows": len(rows),
         "mean": fmean(map(abs, ratios)),
@@ -190,8 +249,10 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
         "highest": max(ratios),
         "jumps": _jumps(rows),
         "choices": len(lost),
-        "within_3_percent": fmean(its <= _CLOSE for its in lost) if lost else None,
-        "tied_within_3_percent": fmean(_has_close_tie(its) for its in choices) if choices else None,
+        "right": sum(its <= _CLOSE for its in lost),
+        "large": len(large),
+        "large_right": sum(its <= _CLOSE for its in large),
+        "tied_right": sum(_has_close_tie(its) for its in choices),
         "lost_mean": fmean(lost) if lost else None,
         "pairs": len(pairs),
         "ratio_mean": fmean(map(abs, pairs)) if pairs else None,

@@ -108,6 +108,7 @@ _RECIPES = {
     "DeepSeekV3 on 256 B200, MXFP8, 2048": f"{_ALL_TO_ALL} {_UP}",
 }
 _FIRST = 5
+_LARGE = 128  # GPUs; constants come from the times of trainings on more, but nothing from their layouts
 _SHAPE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
 
 
@@ -211,12 +212,14 @@ class Found:
     """What the search says: the place and the rank of the published layout, and the layout that is first.
 
     Attributes:
+        place_of_any: place if rows that differ in nothing but the number of virtual stages count once.
         over_first: by how much it is slower than the fastest; None if it does not fit by the accounting.
         search_s: CPU time of the search.
     """
 
     published: Published
     place: int | None
+    place_of_any: int | None
     rank: int | None
     over_first: float | None
     error: float | None
@@ -226,11 +229,11 @@ class Found:
     def row(self) -> dict[str, Any]:
         """Its figures, and layouts as in ``_SHAPE``; no measured time."""
         shape, first = (" ".join(map(str, its)) for its in (self.published.shape, shape_of(self.first.parallel)))
-        figures = {name: getattr(self, name) for name in ("place", "rank", "over_first", "error")}
+        figures = {name: getattr(self, name) for name in ("place", "place_of_any", "rank", "over_first", "error")}
         return {"shape": shape, "first": first, **figures, "search_s": round(self.search_s, 1)}
 
 
-def find(one: Published, top: int = 12) -> Found:
+def find(one: Published, top: int = 40) -> Found:
     """Search for the published training's layout.
 
     Raises:
@@ -241,22 +244,33 @@ def find(one: Published, top: int = 12) -> Found:
     began_s = time.process_time()
     found = search(training, cluster, links, top, error=MODEL_ERROR).proposals
     search_s = time.process_time() - began_s
-    times = [its.iteration_s for its in search(training, cluster, links, top).proposals]
-    place = next((at for at, its in enumerate(found) if shape_of(its.parallel) == one.shape), None)
-    own = found[place].iteration_s if place is not None else _own_s(training, cluster, links, one.shape)
+    times = sorted(its.iteration_s for its in found)
+    shapes = [shape_of(its.parallel) for its in found]
+    place = _place(one.shape, shapes)
+    own = found[place - 1].iteration_s if place else _own_s(training, cluster, links, one.shape)
     rank = None
     if own is not None:
         rank = ranks([its for its in times if its < own] + [own], MODEL_ERROR)[-1]
-        rank = rank if rank <= len(times) else None
     return Found(
         one,
-        None if place is None else place + 1,
-        rank,
+        place,
+        _place(_of_any(one.shape), list(dict.fromkeys(map(_of_any, shapes)))),
+        rank if rank and rank <= len(times) else None,
         None if own is None else own / times[0] - 1,
         None if own is None else own / one.measured_s - 1,
         found[0],
         search_s,
     )
+
+
+def _place(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> int | None:
+    return shapes.index(shape) + 1 if shape in shapes else None
+
+
+def _of_any(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a layout without its number of virtual stages."""
+    at = _SHAPE.index("chunks")
+    return shape[:at] + shape[at + 1 :]
 
 
 def _own_s(training: Training, cluster: Cluster, links: Links, shape: Sequence[int]) -> float | None:
@@ -293,7 +307,8 @@ def _print(its: Found) -> None:
     best, parallel = its.first, its.first.parallel
     recompute = "" if parallel.recompute is Recompute.NONE else f" {parallel.recompute.value}"
     print(
-        f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.rank or '-':>4} {shown[0]} "
+        f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.place_of_any or '-':>4} "
+        f"{its.rank or '-':>4} {shown[0]} "
         f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB; "
         f"searched for {its.search_s:.0f} s",
         flush=True,
@@ -301,13 +316,25 @@ def _print(its: Found) -> None:
 
 
 def _figures(rows: Sequence[Published], found: Sequence[Found]) -> dict[str, Any]:
-    errors = [abs(its.error) for its in found if its.error is not None]
+    small, large = ([its for its in found if (its.published.gpus > _LARGE) == there] for there in (False, True))
     return {
         "published": len(rows),
+        **_of(small),
+        **({"large": _of(large)} if large else {}),
+        "rows": {its.published.name: its.row() for its in found},
+    }
+
+
+def _of(found: Sequence[Found]) -> dict[str, Any]:
+    errors = [abs(its.error) for its in found if its.error is not None]
+    places: dict[str, list[int | None]] = {
+        "recipes_in_first_five": [its.rank for its in found],
+        "exactly_in_first_five": [its.place for its in found],
+        "but_for_virtual_stages": [its.place_of_any for its in found],
+    }
+    return {
         "expressible": len(found),
-        "recipes_in_first_five": fmean((its.rank or _FIRST + 1) <= _FIRST for its in found) if found else None,
-        "exactly_in_first_five": fmean((its.place or _FIRST + 1) <= _FIRST for its in found) if found else None,
+        **{name: fmean((at or _FIRST + 1) <= _FIRST for at in its) if its else None for name, its in places.items()},
         "refused": sum(its.error is None for its in found),
         "time_mean": fmean(errors) if errors else None,
-        "rows": {its.published.name: its.row() for its in found},
     }

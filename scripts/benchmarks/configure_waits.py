@@ -56,7 +56,7 @@ _EXCHANGES = (
 )
 _FORWARD, _BACKWARD, _SENT = "forward-compute", "backward-compute", "backward-send"
 _REDUCE, _EMBEDDING, _STEP = "backward-params-all-reduce", "backward-embedding-all-reduce", "optimizer"
-_BANDWIDTH = 22_934_533_176.5  # bytes a second
+BANDWIDTH = 22_934_533_176.5  # bytes a second
 _MORE_MS = 1.1  # of an exchange
 _TAUGHT = (64, 1, 4, 1)
 
@@ -74,6 +74,12 @@ class Waiting:
 
     case: Case
     stages: tuple[Mapping[str, float], ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's."""
+        samples, _, stages, microbatch = self.case
+        return _FLAGS.format(samples, stages, microbatch).split()
 
     @property
     def parallel(self) -> Parallel:
@@ -98,7 +104,7 @@ class Waiting:
 
     def by_size_ms(self) -> list[float]:
         """What a transfer to the next stage takes by its size, or one back; one per stage."""
-        return [p2p_bytes(*self._laid_out()) / _BANDWIDTH * 1e3] * len(self.stages)
+        return [p2p_bytes(*self._laid_out()) / BANDWIDTH * 1e3] * len(self.stages)
 
     def by_link_ms(self) -> list[float]:
         """The same by what lone ones took on average: as many gradients as there are stages from a stage to the end."""
@@ -135,12 +141,12 @@ class Waiting:
         return min(self.stages[end][_EMBEDDING] for end in ends) if stage in ends else 0.0
 
     def _laid_out(self) -> tuple[ModelSpec, Parallel]:
-        samples, replicas, stages, microbatch = self.case
-        return laid_out(_FLAGS.format(samples, stages, microbatch).split(), replicas * stages * _TENSOR)
+        _, replicas, stages, _ = self.case
+        return laid_out(self.flags, replicas * stages * _TENSOR)
 
 
-def read_waits(folder: Path) -> list[Waiting]:
-    """Read the trainings of several stages; none if the files are not there.
+def read_waits(folder: Path, least_stages: int = 2) -> list[Waiting]:
+    """Read the trainings of so many stages or more; none if the files are not there.
 
     Raises:
         ConfigError: a stage's files are missing, or one has no number where it should.
@@ -150,7 +156,7 @@ def read_waits(folder: Path) -> list[Waiting]:
         if (found := _NAME.fullmatch(path.name)) is None:
             continue
         samples, replicas, stages, microbatch, stage = map(int, found.groups())
-        if stages > 1:
+        if stages >= least_stages:
             (row,) = csv.DictReader(read_text(path, "a rank's timers").splitlines())
             rows[samples, replicas, stages, microbatch][stage].append({name: float(row[name]) for name in row})
     found_all = []
