@@ -18,8 +18,8 @@ What vTrain's table leaves out is in its ``config/validation``: all layers are c
 of these layouts fits its GPUs otherwise), and a node has 800 Gbit/s.  They ran with DeepSpeed's pipeline, in which each
 tensor-parallel rank sends its part of what passes between stages (``pipe_partitioned``, its default).
 
-vTrain's ``ground_truth_single.csv`` is not read, as nothing in it was measured: with one replica, a layout's times are a
-constant, a time for each layer, one for each microbatch and one for each of both, exactly to the nanosecond.
+vTrain's ``ground_truth_single.csv`` is not read, as nothing in it was measured: with one replica, a layout's times are
+a constant, a time for each layer, one for each microbatch and one for each of both, exactly to the nanosecond.
 
 A *choice* is a model, a batch and a number of GPUs in several layouts: is the one that is predicted to be the fastest
 within 3% of the fastest, or one of those that are shown as tied with it?  Those of three layouts and more are counted
