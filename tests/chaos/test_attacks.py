@@ -26,6 +26,7 @@ from tests.chaos.kind import attack, fatal
 from tests.chaos.marks import Note, prepare, read
 from tests.chaos.meminfo import FreeMemory
 from tests.chaos.targets import Targets
+from tests.support.waiting import until
 
 HERE = os.stat("/proc/self/ns/net").st_ino
 
@@ -39,16 +40,14 @@ def ground(tmp_path: Path) -> Ground:
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like a rank of this run."""
-    words = [sys.executable, "-c", "import time; time.sleep(60)", "--fill-store", str(tmp_path / "jobs.db")]
+    words = [sys.executable, "-c", "import time; time.sleep(600)", "--fill-store", str(tmp_path / "jobs.db")]
     with subprocess.Popen(words) as process:
         yield process
         process.kill()
 
 
 def await_word(pid: int, word: str) -> None:
-    deadline = time.monotonic() + 10
-    while word.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def refuse() -> None:
@@ -75,7 +74,7 @@ def test_agents_and_wardens_are_found_by_the_command_lines_that_they_are_started
 
     def popen(command: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
         at = command.index("-m") + 1
-        words = [sys.executable, "-c", "import time; time.sleep(60)", *command[at:]]
+        words = [sys.executable, "-c", "import time; time.sleep(600)", *command[at:]]
         return start(words, stdin=subprocess.DEVNULL)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
@@ -122,7 +121,7 @@ def test_where_nothing_is_its_own_the_machine_is_left_alone(tmp_path):
 def test_signals_reach_a_rank_that_nothing_protects(tmp_path, rank):
     await_word(rank.pid, "--fill-store")
     assert "kill SIGSTOP" in ATTACKS["signal-rank"].commit(ground(tmp_path))
-    assert rank.wait(10) == -signal.SIGKILL
+    assert rank.wait(60) == -signal.SIGKILL
 
 
 def test_the_ways_that_went_through_are_named_and_none_is_a_refusal():

@@ -35,7 +35,7 @@ def test_waiter_sees_the_bubble_that_opens(ends):
     thread, found = wait_in_thread(reader)
     deadline_ns = time.monotonic_ns() + 10**9
     seq = writer.open(deadline_ns, 4096)
-    thread.join(5)
+    thread.join(60)
     assert found[0] is not None
     assert (found[0].seq, found[0].deadline_ns, found[0].free_bytes) == (seq, deadline_ns, 4096)
     assert found[0].opened_ns <= time.monotonic_ns()
@@ -49,7 +49,7 @@ def test_open_bubble_is_returned_at_once_and_only_if_newer(ends):
     thread, found = wait_in_thread(reader, after_seq=seq)
     assert found == []
     writer.close(5)
-    thread.join(5)
+    thread.join(60)
     assert found == [None]
 
 
@@ -98,7 +98,7 @@ def test_end_wakes_the_waiter_and_is_final(ends):
     thread, found = wait_in_thread(reader)
     assert not reader.ended
     writer.end()
-    thread.join(5)
+    thread.join(60)
     assert found == [None]
     assert reader.ended
     assert reader.wait(0) is None

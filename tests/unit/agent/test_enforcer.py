@@ -30,7 +30,7 @@ class Bench:
     """A worker that is a mere process; the test speaks for it in the step log."""
 
     def __init__(self) -> None:
-        self.worker = subprocess.Popen(["sleep", "60"], process_group=0)
+        self.worker = subprocess.Popen(["sleep", "600"], process_group=0)
         while self.state != "S":
             time.sleep(0.001)
         self.gate = SharedGate()
@@ -68,7 +68,7 @@ class Bench:
         return self.state == "T"
 
     def check_until(self, condition: Callable[[], object]) -> None:
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < end_s
             time.sleep(min(0.01, self.enforcer.check()))
@@ -151,7 +151,7 @@ def test_what_runs_on_into_a_long_bubble_goes_on_there_and_is_not_hung(bench):
     assert not bench.stopped
     assert bench.enforcer.ending is None
     bench.end_step(seq)
-    bench.enforcer._rationing.join(10)  # although the bubble is still open
+    bench.enforcer._rationing.join(60)  # although the bubble is still open
     assert not bench.enforcer._rationing.is_alive()
     assert not bench.stopped
     assert bench.enforcer.ending is None
@@ -278,7 +278,7 @@ def test_release_lets_a_stopped_worker_run(bench):
     bench.check_until(lambda: bench.stopped)
     bench.enforcer.release()
     bench.worker.send_signal(signal.SIGTERM)
-    assert bench.worker.wait(5) == -signal.SIGTERM
+    assert bench.worker.wait(60) == -signal.SIGTERM
 
 
 def test_a_command_that_is_stopped_outside_bubbles_stays_so(bench):
@@ -303,7 +303,7 @@ def test_one_that_is_released_in_a_bubble_is_not_stopped_at_its_end(bench):
         time.sleep(0.001)
     bench.enforcer.release()
     bench.gate.close(time.monotonic_ns())
-    bench.enforcer._rationing.join(10)
+    bench.enforcer._rationing.join(60)
     assert not bench.enforcer._rationing.is_alive()
     assert not bench.stopped
 
@@ -312,7 +312,7 @@ def test_the_rationing_of_a_released_worker_ends_without_another_bubble(bench):
     bench.begin_step()
     bench.check_until(lambda: bench.stopped)
     bench.enforcer.release()
-    bench.enforcer._rationing.join(10)
+    bench.enforcer._rationing.join(60)
     assert not bench.enforcer._rationing.is_alive()
     assert not bench.stopped
 

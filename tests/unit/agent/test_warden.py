@@ -105,7 +105,7 @@ def guarded(tmp_path):
     yield made
     (tmp_path / "over").touch()
     try:
-        made.warden.wait(15)
+        made.warden.wait(60)
     finally:
         made.warden.kill()
 
@@ -114,7 +114,7 @@ def test_it_ends_with_its_agent(guarded):
     pid, warden, dead, orphan = guarded.agent(0)
     assert (warden, dead) == (guarded.warden.pid, "-")
     (guarded.folder / "over").touch()
-    assert guarded.warden.wait(15) == 0
+    assert guarded.warden.wait(60) == 0
     assert not alive(pid)
     assert not alive(orphan)
 
@@ -138,13 +138,13 @@ def test_an_agent_that_was_stopped_goes_on(guarded):
     pid = guarded.agent(0)[0]
     os.kill(pid, signal.SIGSTOP)
     (guarded.folder / "over").touch()
-    assert guarded.warden.wait(15) == 0
+    assert guarded.warden.wait(60) == 0
 
 
 def test_with_the_end_of_the_rank_everything_ends(guarded):
     pid, _, _, orphan = guarded.agent(0)
     guarded.warden.send_signal(signal.SIGTERM)  # what the kernel sends when the rank dies
-    guarded.warden.wait(15)
+    guarded.warden.wait(60)
     assert not alive(pid)
     assert not alive(orphan)
 
@@ -155,7 +155,7 @@ def test_with_the_end_of_the_training_a_keeper_follows_that_no_launcher_ends(tmp
     os.kill(first, signal.SIGKILL)
     guarded.agent(1)
     (tmp_path / "over").touch()
-    assert guarded.warden.wait(15) == 0
+    assert guarded.warden.wait(60) == 0
     until(lambda: (tmp_path / "keeper").exists())
     assert (tmp_path / "keeper").read_text().split() == ["False", str(first), "True"]
 
@@ -164,7 +164,7 @@ def test_none_follows_a_warden_that_was_ended_while_its_rank_goes_on(tmp_path):
     guarded = Guarded(tmp_path, between_s=1.0)
     guarded.agent(0)
     guarded.warden.terminate()
-    assert guarded.warden.wait(15) == 0
+    assert guarded.warden.wait(60) == 0
     assert not (tmp_path / "started").exists()
 
 
@@ -180,7 +180,7 @@ def test_none_follows_where_an_earlier_keeper_never_left(tmp_path, holder):
     guarded = Guarded(tmp_path, between_s=1.0)
     guarded.agent(0)
     (tmp_path / "over").touch()
-    assert guarded.warden.wait(15) == 0
+    assert guarded.warden.wait(60) == 0
     assert not (tmp_path / "started").exists()
 
 
@@ -326,7 +326,7 @@ def test_nobody_waits_for_the_jobs_of_a_rank_that_lives(tmp_path):
         guarded.warden.wait(0.5)
     assert turn.server is None
     (tmp_path / "over").touch()
-    assert guarded.warden.wait(15) == 0
+    assert guarded.warden.wait(60) == 0
 
 
 def test_without_the_flag_no_lock_is_made(guarded):

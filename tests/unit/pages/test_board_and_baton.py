@@ -96,7 +96,7 @@ def test_the_tail_job_waits_until_the_bubble_is_passed_on():
     time.sleep(0.1)
     assert got == []
     pair.baton.pass_on(seq)
-    thread.join(5)
+    thread.join(60)
     assert got == [seq]
     assert pair.tail.is_open(seq)
 
