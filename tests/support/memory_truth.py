@@ -202,19 +202,30 @@ def truths(asked: Sequence[Asked]) -> Iterator[Truth]:
     Raises:
         RuntimeError: Megatron does not run one of them; says which, and its error.
     """
+    for one in answers(asked):
+        if isinstance(one, RuntimeError):
+            raise one
+        yield one
+
+
+def answers(asked: Sequence[Asked]) -> Iterator[Truth | RuntimeError]:
+    """The truth of each rank, or what went wrong with it, in order, as it is found."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump([asdict(one) for one in asked], file)
         file.flush()
         command = [*PYTHON, __file__, "--asked", file.name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             assert process.stdout is not None
-            for one in asked:
-                line = process.stdout.readline()
-                found = json.loads(line) if line else {"error": "the process that finds truths ended"}
-                if "error" in found:
-                    process.kill()
-                    raise RuntimeError(f"rank {one.rank} of {' '.join(one.flags)}: {found['error']}")
-                yield Truth(**found)
+            try:
+                for one in asked:
+                    line = process.stdout.readline()
+                    found = json.loads(line) if line else {"error": "the process that finds truths ended"}
+                    if "error" in found:
+                        yield RuntimeError(f"rank {one.rank} of {' '.join(one.flags)}: {found['error']}")
+                    else:
+                        yield Truth(**found)
+            finally:
+                process.kill()  # the caller may not want the rest
 
 
 def main() -> None:
