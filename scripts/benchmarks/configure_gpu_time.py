@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from megatron.fill.errors import ConfigError
@@ -235,9 +235,10 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
     with patch.multiple(latency, stage_cost=stage_cost, STEP_LAUNCHES=0):
         simulated = [one.predicted_s(efficiency=_ONE_EFFICIENCY) / one.measured_s - 1 for one in rows]
     choices = _choices(rows)
-    lost = [its[0][1] / min(measured for _, measured in its) - 1 for its in choices]
+    lost = [its[0].measured_s / min(one.measured_s for one in its) - 1 for its in choices]
     pairs = [error for its in choices for error in _pairs(its)]
     large = [its for choice, its in zip(choices, lost, strict=True) if len(choice) >= _LARGE]
+    ordered = [pair for its in choices for pair in combinations(its, 2)]
     return {
         "rows": len(rows),
         "mean": fmean(map(abs, ratios)),
@@ -253,29 +254,53 @@ def _figures(rows: Sequence[Timed]) -> dict[str, Any]:
         "large": len(large),
         "large_right": sum(its <= _CLOSE for its in large),
         "tied_right": sum(_has_close_tie(its) for its in choices),
+        "missed": [_missed(its) for its, share in zip(choices, lost, strict=True) if share > _CLOSE],
         "lost_mean": fmean(lost) if lost else None,
         "pairs": len(pairs),
         "ratio_mean": fmean(map(abs, pairs)) if pairs else None,
-        "ordered_from": _ordered_from(choices),
+        "ordered": len(ordered),
+        "right_beyond_ties": _right(ordered, MODEL_ERROR),
+        "ordered_from": _ordered_from(ordered),
     }
 
 
-def _choices(rows: Sequence[Timed]) -> list[list[tuple[float, float]]]:
-    """Return predicted and measured seconds of each choice's layouts, in the order of the predictions."""
+class Layout(NamedTuple):
+    """A layout of a choice."""
+
+    predicted_s: float
+    measured_s: float
+    name: str
+
+
+def _choices(rows: Sequence[Timed]) -> list[list[Layout]]:
+    """Return each choice's layouts, in the order of the predictions."""
     choices: dict[Hashable, dict[Parallel, list[Timed]]] = defaultdict(lambda: defaultdict(list))
     for one in rows:
         choices[one.choice][one.parallel].append(one)
     return [
-        sorted((fmean(r.predicted_s() for r in its), median(r.measured_s for r in its)) for its in layouts.values())
+        sorted(
+            Layout(fmean(r.predicted_s() for r in its), median(r.measured_s for r in its), its[0].name)
+            for its in layouts.values()
+        )
         for layouts in choices.values()
         if len(layouts) > 1
     ]
 
 
-def _has_close_tie(choice: Sequence[tuple[float, float]]) -> bool:
+def _missed(choice: Sequence[Layout]) -> str:
+    """Return which layout was named instead of the fastest, and by how much either is off."""
+    named, best = choice[0], min(choice, key=lambda its: its.measured_s)
+    own, other = (its.predicted_s / its.measured_s - 1 for its in (named, best))
+    return (
+        f"{named.name} ({own:+.1%}) takes {named.measured_s / best.measured_s - 1:.1%} longer than {best.name} "
+        f"({other:+.1%}), which is predicted {best.predicted_s / named.predicted_s - 1:.1%} behind it"
+    )
+
+
+def _has_close_tie(choice: Sequence[Layout]) -> bool:
     """Return True if one of those that are shown as tied for the first rank is close to the fastest."""
-    tied = [measured_s for predicted, measured_s in choice if predicted <= (1 + MODEL_ERROR) * choice[0][0]]
-    return min(tied) <= (1 + _CLOSE) * min(measured_s for _, measured_s in choice)
+    tied = [its.measured_s for its in choice if its.predicted_s <= (1 + MODEL_ERROR) * choice[0].predicted_s]
+    return min(tied) <= (1 + _CLOSE) * min(its.measured_s for its in choice)
 
 
 def _jumps(rows: Sequence[Timed]) -> int:
@@ -292,23 +317,25 @@ def _jumps(rows: Sequence[Timed]) -> int:
     )
 
 
-def _pairs(choice: Sequence[tuple[float, float]]) -> list[float]:
+def _pairs(choice: Sequence[Layout]) -> list[float]:
     """Return by how much the predicted ratio of each pair's times is off."""
-    (first, first_s), *others = choice
+    first, *others = choice
     return [
-        predicted / first / (measured_s / first_s) - 1
-        for predicted, measured_s in others
-        if predicted <= (1 + _PAIRED) * first
+        its.predicted_s / first.predicted_s / (its.measured_s / first.measured_s) - 1
+        for its in others
+        if its.predicted_s <= (1 + _PAIRED) * first.predicted_s
     ]
 
 
-def _ordered_from(choices: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+def _right(pairs: Sequence[tuple[Layout, Layout]], apart: float) -> float | None:
+    """Return the share of pairs in the right order, of those that are predicted to be further apart."""
+    further = [
+        other.measured_s > one.measured_s for one, other in pairs if other.predicted_s > (1 + apart) * one.predicted_s
+    ]
+    return fmean(further) if further else None
+
+
+def _ordered_from(pairs: Sequence[tuple[Layout, Layout]]) -> float | None:
     """Return the difference of predictions, in whole percents, above which nine in ten pairs are in the right order."""
-    pairs = [
-        (other / one, other_s > one_s) for its in choices for (one, one_s), (other, other_s) in combinations(its, 2)
-    ]
-    for percent in range(_MOST_PERCENT):
-        further = [right for ratio, right in pairs if ratio > 1 + percent / 100]
-        if further and fmean(further) >= _RIGHT:
-            return percent / 100
-    return None
+    each = range(_MOST_PERCENT)
+    return next((percent / 100 for percent in each if (_right(pairs, percent / 100) or 0.0) >= _RIGHT), None)

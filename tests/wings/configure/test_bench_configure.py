@@ -165,14 +165,19 @@ def test_measured_times_are_compared_and_choices_between_layouts_judged(tmp_path
         "large": 0,
         "large_right": 0,
         "tied_right": 1,
+        "missed": [],
         "lost_mean": 0,
         "pairs": 1,
         "ratio_mean": pytest.approx(0),
+        "ordered": 1,
+        "right_beyond_ties": found["small"]["right_beyond_ties"],
         "ordered_from": 0,
     }
     write([1 / one for one in exact])
     wrong = measure_gpu_time(tmp_path)["small"]
     assert (wrong["right"], wrong["ordered_from"]) == (0, None)
+    (missed,) = wrong["missed"]
+    assert missed.endswith(" behind it")
 
 
 def test_trainings_over_nodes_and_those_that_a_constant_was_learned_from_are_apart(tmp_path):
