@@ -61,11 +61,5 @@ def packed_ns(plan: ExecutionPlan, profile: JobProfile) -> float:
 
 
 def processing_time_s(cycle: BubbleCycle, plan: ExecutionPlan, remaining_work: float) -> float:
-    """Return the wall-clock seconds for the remaining work, including the training's compute between bubbles.
-
-    Raises:
-        ValueError: the work is negative.
-    """
-    if not remaining_work >= 0:
-        raise ValueError(f"remaining_work is {remaining_work}; expected at least 0")
+    """Return the wall-clock seconds for the remaining work, including the training's compute between bubbles."""
     return remaining_work / plan.work_per_cycle * cycle.period_ns / 1e9

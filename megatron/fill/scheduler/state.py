@@ -35,11 +35,6 @@ class JobView:
     processing_s: Mapping[str, float | None] = field(default_factory=dict)
     attempt: int = 0
 
-    def __post_init__(self) -> None:
-        for device, seconds in self.processing_s.items():
-            if seconds is not None and not seconds >= 0:
-                raise ValueError(f"job {self.id}: {seconds} s on {device}; expected None or at least 0")
-
     def fits(self, device: DeviceState) -> bool:
         """True unless the job is known to fit no bubble of the device."""
         return self.processing_s.get(device.name) != inf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -112,7 +111,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxReport:
+class SandboxReport(Spec):
     """The report of a worker's first process to its agent."""
 
     init: int = 0  # pid of the first process in the job's own process namespace
@@ -121,10 +120,10 @@ class SandboxReport:
     error: str = ""  # the reason why the job was not started; empty if it was
 
     def send(self, channel: socket.socket) -> None:
-        channel.send(json.dumps(asdict(self)).encode()[:_MOST_REPORT_BYTES])
+        channel.send(self.to_json().encode()[:_MOST_REPORT_BYTES])
 
     @classmethod
     def receive(cls, channel: socket.socket) -> SandboxReport | None:
         """Return the next report; None if the other side ended before reporting."""
         data = channel.recv(_MOST_REPORT_BYTES)
-        return cls(**json.loads(data)) if data else None
+        return cls.from_json(data.decode()) if data else None

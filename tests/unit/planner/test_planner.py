@@ -237,5 +237,3 @@ def test_processing_time():
     plan = best_plan(cycle, [profile_of((5, 1), (3, 1), work=6)])
     assert processing_time_s(cycle, plan, 30) == pytest.approx(20)  # 3 work in each cycle of 2 s
     assert processing_time_s(cycle, plan, 0) == 0
-    with pytest.raises(ValueError, match="remaining_work is -1"):
-        processing_time_s(cycle, plan, -1)

@@ -262,12 +262,6 @@ def test_a_wrong_policy_is_refused(text, message):
         parse_policy(text)
 
 
-def test_a_negative_time_is_refused():
-    for wrong in (-1.0, nan):
-        with pytest.raises(ValueError, match=r"job 1: .* s on here; expected None or at least 0"):
-            job(1, wrong)
-
-
 def test_times_are_estimated_from_the_plan():
     cycle = BubbleCycle(2_000_000_000, (BubbleSlot(BubbleKind.DRAIN, 10, 5),))
     profile = JobProfile(Configuration(), (NodeProfile("forward", 5, 5),), work=3.0)
