@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 QUANTILE = 0.6  # of the recent durations of a step; higher overruns less and fills less
@@ -48,12 +48,12 @@ class NodeEstimators:
     def __init__(self) -> None:
         self._profile_ns: Sequence[int] = ()
         self._slower = StepEstimator()  # in thousandths of the profile
-        self._estimators: dict[int, StepEstimator] = {}
+        self._estimators: defaultdict[int, StepEstimator] = defaultdict(StepEstimator)
 
     def expect(self, durations_ns: Sequence[int]) -> None:
         """Restart with the profiled durations of nodes 0, 1, ..."""
         self._profile_ns = durations_ns
-        self._estimators = {}
+        self._estimators.clear()
 
     def has_seen(self, node: int) -> bool:
         """True if the node has run here, apart from its profile."""
@@ -74,9 +74,6 @@ class NodeEstimators:
         return estimator.estimate_ns if estimator is not None else 0
 
     def observe(self, node: int, duration_ns: int) -> None:
-        estimator = self._estimators.get(node)
-        if estimator is None:
-            estimator = self._estimators[node] = StepEstimator()
-        estimator.observe(duration_ns)
+        self._estimators[node].observe(duration_ns)
         if node < len(self._profile_ns) and self._profile_ns[node]:
             self._slower.observe(1000 * duration_ns // self._profile_ns[node])

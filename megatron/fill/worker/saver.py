@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.pages.phases import Saving, WorkerPhase
@@ -15,22 +16,22 @@ from megatron.fill.worker.pacing import TakesTurn, at_once
 logger = logging.getLogger("pipefill.checkpoint")
 
 
+@dataclass(eq=False, repr=False)
 class Saver:
     """The checkpoints of one task.
 
     A checkpoint that cannot be written (a full disk) is tried again at the next interval; the job continues.
     """
 
-    def __init__(
-        self, machine: TaskMachine, directory: Path, every_s: float, log: StepLog, turn: TakesTurn = at_once
-    ) -> None:
-        self.turn = turn
-        self.machine = machine
-        self.directory = directory
-        self.every_s = every_s
-        self.log = log
+    machine: TaskMachine
+    directory: Path
+    every_s: float
+    log: StepLog
+    turn: TakesTurn = at_once
+
+    def __post_init__(self) -> None:
         self._resumable = True
-        self._due_s = time.monotonic() + every_s
+        self._due_s = time.monotonic() + self.every_s
         self._saved_steps = -1
 
     def load(self) -> None:
