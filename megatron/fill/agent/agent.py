@@ -198,7 +198,7 @@ class Agent:
         self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
         self.tail = Seat(context, self.pool, judge, neighbour=lambda: self.resident.resident)
         self._live: LiveSegment | None = None
-        self.mover = Mover(name, spec.run_dir, context.ranking, self.resident.may_run)
+        self.mover = Mover(spec.run_dir, context.ranking, self.resident.may_run)
 
     def _context(self, spec: AgentSpec, name: str, dead: list[int]) -> AgentContext:
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None

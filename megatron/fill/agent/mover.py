@@ -83,8 +83,7 @@ class _Seen:
 class Mover:
     """Looks for a job that should move to this rank."""
 
-    device: str  # name of this rank's device in the store
-    run: str  # ... and of its run
+    run: str  # name of this rank's run in the store
     ranking: Ranking
     fits: Callable[[Job], bool]  # returns True if the job may run here
     clock: Callable[[], float] = time.monotonic  # monotonic time in seconds
@@ -110,13 +109,13 @@ class Mover:
         if best is None:
             return
         job = next(job for job in tails if job.id == best.job)
-        if self.fits(job) and store.ask_for(job.id, job.attempt, self.device):
+        if self.fits(job) and store.ask_for(job.id, job.attempt, self.ranking.device):
             logger.info("job %s: asked for, %s has only a tail for it", job.name, job.device)
 
     def _is_movable(self, job: Job, devices: Mapping[str, DeviceEntry]) -> bool:
         """True if it is a tail job of another rank, and would lose no work by a move."""
         there = devices.get(job.device)
-        if there is None or job.device == self.device or there.job in ("", job.name):
+        if there is None or job.device == self.ranking.device or there.job in ("", job.name):
             return False
         serving = job.progress.startup_s is not None and not job.cancelling
         saves = job.work.command is None and job.progress.resumable

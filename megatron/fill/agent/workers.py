@@ -117,10 +117,7 @@ class WorkerPool:
             self._standby = None
 
     def _new(self, *, idle: bool, ahead: Sequence[str] = ()) -> WorkerProcess:
-        spec, fds = self._context.spec, self._context.worker_fds
-        started_with = environment(os.environ, {}, spec.user, Path("/"))
-        name = f"{os.getpid()}-{next(_NUMBERS)}"
-        worker = WorkerProcess(name, fds, started_with, spec.run_dir, idle=idle, ahead=ahead)
+        worker = WorkerProcess(self._context, idle=idle, ahead=ahead)
         OWN.add(worker.pid)
         return worker
 
@@ -131,8 +128,6 @@ class WorkerProcess:
     The start does not depend on the job: neither on its variables nor on a folder that it can write to.
 
     Args:
-        name: the worker's name, by which its limiter finds processes that it started; unique on this machine.
-        run_dir: the run folder, shown in the process's command line for people who look at it.
         idle: start at idle priority; watching a command needs a higher one.
         ahead: modules to import while it waits for a job.
 
@@ -140,19 +135,13 @@ class WorkerProcess:
         OSError: it cannot be started; in ``give`` and ``begin``, it has ended.
     """
 
-    def __init__(
-        self,
-        name: str,
-        fds: Sequence[int],
-        environment: Mapping[str, str],
-        run_dir: str,
-        *,
-        idle: bool,
-        ahead: Sequence[str] = (),
-    ) -> None:
-        self.name = name
+    def __init__(self, context: AgentContext, *, idle: bool, ahead: Sequence[str] = ()) -> None:
+        # Unique on this machine: by this name the limiter finds processes that the worker started.
+        self.name = f"{os.getpid()}-{next(_NUMBERS)}"
+        spec = context.spec
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = (str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir)
+        # The run folder is for people who look at the process's command line.
+        arguments = (str(os.getpid()), str(theirs.fileno()), ",".join(ahead), spec.run_dir)
         command = program(*os.environ.get(PROGRAM, "megatron.fill.worker.worker").split(), *arguments)
         try:
             with theirs:
@@ -162,9 +151,10 @@ class WorkerProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     cwd="/",
-                    pass_fds=(*fds, theirs.fileno()),
+                    pass_fds=(*context.worker_fds, theirs.fileno()),
                     process_group=0,  # not a new session: that would be a new autogroup
-                    env={**environment, MARK: name},  # /proc/PID/environ shows this, whatever is changed later
+                    # /proc/PID/environ shows the mark, whatever is changed later.
+                    env={**environment(os.environ, {}, spec.user, Path("/")), MARK: self.name},
                 )
         except BaseException:
             self._channel.close()

@@ -35,7 +35,7 @@ class Bench:
         board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, 20 * MS, 1 << 30),)))
         self.ranking = Ranking(parse_policy("priority"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
         self.fitting = True
-        self.mover = Mover("rank 0", "run", self.ranking, lambda job: self.fitting, *[lambda: self.now_s] * 2)
+        self.mover = Mover("run", self.ranking, lambda job: self.fitting, *[lambda: self.now_s] * 2)
         self.claims: dict[str, Claim] = {}
         self.folder = folder
         for name in ("resident", "tail"):

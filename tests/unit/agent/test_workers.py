@@ -76,9 +76,9 @@ class Pages:
         self.fds = [self.gate.reader_fd(), self.board.reader_fd(), self.control.reader_fd(), self.baton_fd]
 
     def worker(self, folder: Path, ahead: tuple[str, ...] = ()) -> WorkerProcess:
-        return WorkerProcess(
-            "12-3", self.fds, environment(os.environ, {}, None, Path("/")), str(folder), idle=True, ahead=ahead
-        )
+        spec = SimpleNamespace(user=None, run_dir=str(folder))
+        context: Any = SimpleNamespace(spec=spec, worker_fds=tuple(self.fds))
+        return WorkerProcess(context, idle=True, ahead=ahead)
 
     def spec(self, folder: Path, work: Work, **more: Any) -> Path:
         gate, board, control, baton = self.fds
@@ -149,11 +149,9 @@ class FakeProcess:
 
     made: list[FakeProcess]
 
-    def __init__(
-        self, name: str, fds: Any, started_with: Any, run_dir: str, *, idle: bool, ahead: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, context: Any, *, idle: bool, ahead: tuple[str, ...] = ()) -> None:
         self.made.append(self)
-        self.name = name
+        self.name = f"{os.getpid()}-{len(self.made)}"
         self.pid = len(self.made)
         self.idle, self.ahead = idle, ahead
         self.alive, self.ended = True, False
