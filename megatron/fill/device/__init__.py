@@ -21,8 +21,6 @@ def open_device(
     """Open the device ``cpu`` or ``cuda:N``.
 
     Args:
-        name: name by which the rank knows the device.
-        sharing: sharing of a GPU between training and workers.
         mps: daemon that the rank uses; required for sharing by MPS.
         uuid: UUID of the GPU, if the rank knows it.
         rank: pid of the training's process on the device; None for this process.

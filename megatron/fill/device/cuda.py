@@ -148,14 +148,9 @@ class FreeDeviceMemory:
 
 
 class CudaLimiter:
-    """The enforcement of a worker's limits on a GPU, and on processes.
+    """The enforcement of a worker's limits on a GPU, and, by a ``HostLimiter``, on processes.
 
     Args:
-        limits: limits to enforce.
-        name: name of the worker.
-        home: place in which its control group can be created.
-        uuid: UUID of the GPU.
-        nvml: access to NVML.
         mps: daemon that the rank uses; None for time-slicing.
         witness: pid of a process that uses this GPU, if the driver's pids may be those of another pid namespace: the
             driver's list is then used only while it contains this pid.
@@ -261,8 +256,6 @@ class CudaDevice:
         mps: daemon that the rank uses; None for time-slicing.
         uuid: UUID of the GPU; None to find it by ``CUDA_VISIBLE_DEVICES``, which assumes that CUDA numbers the GPUs in
             the order of their PCI bus.
-        nvml: access to NVML; None for this process's own.
-        home: place for the workers' control groups; None to find it.
         rank: pid of the training's process on the device; None for this process.
 
     Raises:

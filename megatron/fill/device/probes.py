@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import DeviceError
+from megatron.fill.linux import memfd
 from megatron.fill.linux.cgroup import CgroupHome, find_home
 from megatron.fill.linux.host import unordered
 from megatron.fill.linux.proc import text
@@ -28,11 +28,9 @@ class Facts:
         mps: path of the MPS control program; empty for none.
         host_pids: True if this process is in the pid namespace that the driver and the kernel's log use.
         cgroup: place for the workers' control groups.
-        cores: number of cores that this process may use.
         idle_class: True if the idle scheduling class may be used.
         autogroup: True if sessions compete for the cores as groups.
         sealing: True if shared memory can be sealed.
-        kernel_log: True if the kernel's log is readable.
         device_regions: regions of device memory that the kernel's controller ``dmem`` knows.
         device_limits: limits in ``dmem.max`` of this process's control group and those above it: ``region bytes``.
         exclusive: descriptions of the GPUs that only one process or none may use, by their compute mode.
@@ -59,7 +57,7 @@ class Facts:
 
 def gather() -> Facts:
     """Probe this machine, for all facts except ``cuda_lacks``."""
-    gpus, driver = find_gpus()
+    gpus, driver, exclusive = find_gpus()
     regions, limits = find_device_limits()
     return Facts(
         gpus=gpus,
@@ -75,27 +73,21 @@ def gather() -> Facts:
         kernel_log=os.access("/dev/kmsg", os.R_OK),
         device_regions=regions,
         device_limits=limits,
-        exclusive=find_exclusive(),
+        exclusive=exclusive,
     )
 
 
-def find_gpus() -> tuple[tuple[str, ...], str]:
-    """The GPUs' names, and the driver's version or the reason why there is none."""
+def find_gpus() -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """The GPUs' names, the driver's version or the reason why there is none, and descriptions of the GPUs that only one
+    process, or none, may use."""
     try:
         nvml = shared_nvml()
-        return tuple(gpu.name for gpu in nvml.gpus()), nvml.driver()
+        gpus, driver = nvml.gpus(), nvml.driver()
+        modes = [(gpu.index, nvml.shared_by(gpu.uuid)) for gpu in gpus]
     except (DeviceError, ImportError) as error:
-        return (), str(error)
-
-
-def find_exclusive() -> tuple[str, ...]:
-    """Descriptions of the GPUs that only one process, or none, may use."""
-    try:
-        nvml = shared_nvml()
-        modes = [(gpu.index, nvml.shared_by(gpu.uuid)) for gpu in nvml.gpus()]
-    except (DeviceError, ImportError):
-        return ()
-    return tuple(f"GPU {index} is for {whom} process" for index, whom in modes if whom != "all")
+        return (), str(error), ()
+    exclusive = tuple(f"GPU {index} is for {whom} process" for index, whom in modes if whom != "all")
+    return tuple(gpu.name for gpu in gpus), driver, exclusive
 
 
 def find_device_limits(
@@ -146,13 +138,7 @@ def has_autogroup(proc: Path = Path("/proc")) -> bool:
 def can_seal() -> bool:
     """True if shared memory can be sealed against resizing, as the gate requires."""
     try:
-        fd = os.memfd_create("pipefill-probe", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        os.close(memfd.create("probe", 1))
     except (OSError, AttributeError):
         return False
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
     return True

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.linux.proc import numbers, read
+from megatron.fill.linux.proc import names_in, numbers, read
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
 _INODE_BYTES = 1024  # a file in memory with its names and attributes, as the kernel itself counts it
@@ -81,7 +81,8 @@ class HeldMemory:
             private += 1024 * sum(status.get(name, 0) for name in ("RssAnon", "VmSwap", "HugetlbPages"))
             mapped += 1024 * status.get("RssShmem", 0)
             kernel += 1024 * status.get("VmPTE", 0) + _THREAD_BYTES * status.get("Threads", 0)
-            entries = _entries(f"{self._proc}/{pid}/fd")
+            folder = f"{self._proc}/{pid}/fd"
+            entries = [f"{folder}/{name}" for name in names_in(folder)]
             polls = 0
             for entry in entries[: max(0, _MOST_LINKS - descriptors)]:
                 with contextlib.suppress(OSError):  # it was closed just now, or is not readable
@@ -169,10 +170,3 @@ def _has_own_network(pid: int, proc: str) -> bool:
 
 def _beyond(count: int, free: int, bytes_each: int) -> int:
     return max(0, count - free) * bytes_each
-
-
-def _entries(folder: str) -> list[str]:
-    try:
-        return [f"{folder}/{name}" for name in os.listdir(folder)]
-    except OSError:
-        return []

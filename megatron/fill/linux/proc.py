@@ -39,6 +39,14 @@ def numbers(path: str | Path) -> dict[str, int]:
     return found
 
 
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; none if it or its process is gone, or it is not readable."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def stat_fields(path: str | Path) -> list[bytes]:
     """The fields of a ``stat`` file of /proc, in the order of proc_pid_stat(5) from 0; empty once the process or thread
     is gone.

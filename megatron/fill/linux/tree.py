@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.fill.linux.proc import read, stat_fields
+from megatron.fill.linux.proc import names_in, read, stat_fields
 
 MARK = "PIPEFILL_WORKER"  # environment variable of all processes of a worker
 # Workers that this process started, and their holders: they are not orphans, since their starter waits for them.
@@ -24,10 +24,7 @@ class Process:
     """A process at one moment.
 
     Attributes:
-        parent: pid of its parent.
-        group: its process group.
         state: state letter of proc_pid_stat(5).
-        threads: number of its threads.
         started: start time in ticks since boot; with the pid it identifies a process uniquely.
         busy_ticks: CPU time in ticks, with that of reaped children.
     """
@@ -57,10 +54,7 @@ def read_process(pid: int, proc: str = "/proc") -> Process | None:
 
 def children(pid: int, proc: str = "/proc") -> list[int]:
     """The children of all threads of a process."""
-    try:
-        threads = os.listdir(f"{proc}/{pid}/task")
-    except OSError:
-        return []
+    threads = names_in(f"{proc}/{pid}/task")
     return [int(child) for thread in threads for child in read(f"{proc}/{pid}/task/{thread}/children").split()]
 
 

@@ -96,7 +96,6 @@ class Course:
     """The progress of a training job in its data.
 
     Args:
-        samples: samples to train on.
         seed: seed of the order of the samples.
         batch_size: samples per iteration.
         epochs: number of epochs after which it ends; None if ``steps`` is given.
