@@ -43,7 +43,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from megatron.fill.wings.operate.metrics import RunMetrics  # noqa: E402
 from megatron.fill.wings.operate.serve import handler, link, read_token, traced_iterations  # noqa: E402
-from megatron.fill.wings.operate.spans import IterationSpans, RunSpans, sample_every  # noqa: E402
+from megatron.fill.wings.operate.spans import RunSpans, note_span, sample_every  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -301,7 +301,7 @@ def test_each_sampled_iteration_is_one_trace_of_all_ranks_with_its_bubbles_and_j
     spans = RunSpans(run / "records" / "1", exporter)
     for rank, sample in sampled(run, 2):
         spans.add(rank, sample)
-    spans.flush()
+    spans.provider.force_flush()
     made: list[Any] = list(exporter.get_finished_spans())
     found = {
         (span.attributes["pipefill.rank"], span.attributes["pipefill.iteration"]): span
@@ -336,17 +336,18 @@ def test_an_iteration_is_linked_to_the_span_that_the_training_itself_made_of_it(
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    noted, tracer = IterationSpans(2, deque()), TracerProvider().get_tracer("megatron")
+    noted: deque[Traced] = deque()
+    tracer = TracerProvider().get_tracer("megatron")
     own = {}
     for iteration in range(1, 5):
-        noted.note(iteration)  # outside of any span
+        note_span(2, noted, iteration)  # outside of any span
         with tracer.start_as_current_span("megatron.train.iteration") as span:
-            noted.note(iteration)
+            note_span(2, noted, iteration)
             own[iteration] = span.get_span_context()
-    assert [one.iteration for one in noted.latest] == [2, 4]
+    assert [one.iteration for one in noted] == [2, 4]
     segment = run / "records" / "1"
     info = synthetic_run()[0][0].info
-    AccountWriter(segment, info, Account(), lambda: True, noted.latest).close()
+    AccountWriter(segment, info, Account(), lambda: True, noted).close()
     assert traced_iterations(segment, info.rank + 7) == {}  # it has left none
     known = traced_iterations(segment, info.rank)
     exporter = InMemorySpanExporter()
@@ -354,7 +355,7 @@ def test_an_iteration_is_linked_to_the_span_that_the_training_itself_made_of_it(
     for rank, sample in sampled(run, 2):
         if rank.info.rank == info.rank:
             spans.add(rank, sample, known.get(sample.iteration))
-    spans.flush()
+    spans.provider.force_flush()
     made: list[Any] = [span for span in exporter.get_finished_spans() if span.name == "iteration"]
     links = {span.attributes["pipefill.iteration"]: [link.context for link in span.links] for span in made}
     assert len(links) > 2

@@ -43,28 +43,19 @@ def sample_every(environ: Mapping[str, str]) -> int:
     return round(1 / ratio) if ratio else 0
 
 
-class IterationSpans:
-    """Notes in which spans of the training's own trace its sampled iterations run; in the rank's own process.
+def note_span(every: int, latest: deque[Traced], iteration: int) -> None:
+    """Note in ``latest`` the span of the training's own trace in which a sampled iteration begins, if there is one.
 
-    Megatron's is that of ``--otel-enabled``, beyond 0.19; any other that is current when an iteration begins will do.
-
-    Args:
-        latest: takes them; other threads may copy it.
+    Called in the rank's own process, on the training's own thread.  Megatron's is that of ``--otel-enabled``, beyond
+    0.19; any other that is current will do.
     """
-
-    def __init__(self, every: int, latest: deque[Traced]) -> None:
-        self._every = every
-        self.latest = latest
-
-    def note(self, iteration: int) -> None:
-        """Note the span of the iteration that begins, if there is one; called on the training's own thread."""
-        if iteration % self._every:
-            return
-        trace = sys.modules.get("opentelemetry.trace")  # without it nobody traces here
-        if trace is not None:
-            its = trace.get_current_span().get_span_context()
-            if its.is_valid:
-                self.latest.append(Traced(iteration, f"{its.trace_id:032x}", f"{its.span_id:016x}"))
+    if iteration % every:
+        return
+    trace = sys.modules.get("opentelemetry.trace")  # without it nobody traces here
+    if trace is not None:
+        its = trace.get_current_span().get_span_context()
+        if its.is_valid:
+            latest.append(Traced(iteration, f"{its.trace_id:032x}", f"{its.span_id:016x}"))
 
 
 class RunSpans:
@@ -93,13 +84,9 @@ class RunSpans:
         self._segment = segment.resolve()
         self._numbers = Numbers()
         # The iterations are sampled already.
-        self._provider = TracerProvider(ALWAYS_ON, id_generator=self._numbers)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
-        self._tracer = self._provider.get_tracer("pipefill")
-
-    def flush(self) -> None:
-        """Send what has not been sent yet."""
-        self._provider.force_flush()
+        self.provider = TracerProvider(ALWAYS_ON, id_generator=self._numbers)
+        self.provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter()))
+        self._tracer = self.provider.get_tracer("pipefill")
 
     def add(self, rank: LiveRank, sample: Sample, traced: Traced | None = None) -> None:
         """Send the spans of an iteration of a rank.
