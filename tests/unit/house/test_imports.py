@@ -315,7 +315,7 @@ OTHER_READS = {
     "records/segment.py": {"os.open"},
     "records/unwritten.py": {"json.loads", "open"},  # of another rank; to write
     "agent/agent.py": {"AgentSpec.from_json", "Path(spec_path).read_text"},
-    "worker/spec.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
+    "worker/spec.py": {"cls.from_json"},  # of a worker's first process, which runs nothing of the job
     "agent/folder.py": {"os.open", "os.fdopen"},  # folders themselves; to write
     "rank/listener.py": {"self.gate.open"},
     "rank/relay.py": {"RelaySpec.from_json", "log.open"},
