@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer import CallbackParam
 
+from megatron.fill.device.meter import default_device
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.store import JobStore, open_store
 
@@ -31,7 +32,6 @@ def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
 def checked_device(name: str | None) -> str:
     """Return the device of ``--device``, or else a GPU if there is one, or the CPU; ConfigError if it is not there."""
     from megatron.fill.device import DeviceError
-    from megatron.fill.device.meter import default_device
     from megatron.fill.device.nvml import Nvml, uuid_of
 
     where = default_device() if name is None else name

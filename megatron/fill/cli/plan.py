@@ -14,13 +14,24 @@ from megatron.fill.cli.options import Json, Store, check_writable
 from megatron.fill.cli.profile import stored_profiles
 from megatron.fill.cli.schedule import Times, Transfer, given_costs
 from megatron.fill.cli.views import print_json
+from megatron.fill.display import plain_table
 from megatron.fill.errors import ConfigError, PlanError
-from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
+from megatron.fill.pipeline.bubbles import bubble_cycle
+from megatron.fill.pipeline.timeline import simulate
+from megatron.fill.planner.draw import DrawnJob, Panel, draw_plans
+from megatron.fill.planner.held import (
+    MARGIN_BYTES,
+    RESERVE_NS,
+    held_cycle,
+    leftover,
+    packed_ns,
+    processing_time_s,
+    room_bytes,
+)
+from megatron.fill.profiles import BubbleCycle, JobProfile
 
 if TYPE_CHECKING:
     from megatron.fill.given.jobs import JobSpec
-    from megatron.fill.planner.draw import DrawnJob
-    from megatron.fill.profiles import BubbleCycle, JobProfile
 
 _PANELS = 24  # panels of a picture, at most
 
@@ -126,8 +137,6 @@ def _profile(jobs: Path, profiles: Path | None, store: str | None) -> str:
 
 def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms: float) -> dict[int, BubbleCycle]:
     """Return the bubbles of each rank, measured or computed."""
-    from megatron.fill.pipeline.bubbles import bubble_cycle
-    from megatron.fill.pipeline.timeline import simulate
     from megatron.fill.pipeline.torch_csv import load_csv
     from megatron.fill.planner.files import NOT_MEASURED, load_cycles
 
@@ -171,7 +180,6 @@ def _plan_rank(
         cycle: the rank's cycle with that limit as each bubble's free memory.
         caps: memory that each job asks for, by name.
     """
-    from megatron.fill.planner.held import leftover, packed_ns
 
     rows = []
     for name, its_profiles in profiles.items():
@@ -197,7 +205,6 @@ def _plan_rank(
 
 
 def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap_bytes: int | None) -> DrawnJob:
-    from megatron.fill.planner.draw import DrawnJob
     from megatron.fill.planner.search import best_plan
 
     found = best_plan(held_cycle(cycle, room_bytes(cycle, 0), cap_bytes), profiles, RESERVE_NS)
@@ -206,7 +213,6 @@ def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap
 
 def _rate(cycle: BubbleCycle, job: DrawnJob) -> float:
     """Return the work per second of wall time."""
-    from megatron.fill.planner.held import processing_time_s
 
     return job.plan.work_per_cycle / processing_time_s(cycle, job.plan, job.plan.work_per_cycle)
 
@@ -232,8 +238,6 @@ def _as_dict(row: _Row) -> dict[str, Any]:
 def _print_rows(rows: Sequence[_Row]) -> None:
     from rich.console import Console
     from rich.markup import escape
-
-    from megatron.fill.display import plain_table
 
     fitting = [row for row in rows if row.job]
     if fitting:
@@ -265,7 +269,6 @@ def _iterations(per_cycle: float) -> str:
 
 
 def _draw(path: Path, rows: Sequence[_Row]) -> None:
-    from megatron.fill.planner.draw import Panel, draw_plans
 
     panels = [Panel(f"rank {row.rank}", row.cycle, row.job, row.tail) for row in rows if row.job]
     draw_plans(path, panels[:_PANELS])

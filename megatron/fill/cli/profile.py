@@ -15,19 +15,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron.fill.agent.admission import LIBRARY_SETTINGS
 from megatron.fill.cli.options import Device, Json, Store, check_writable, checked_device, opened
 from megatron.fill.cli.trial import trial_folder, trials_of
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import harmless, plain_table
+from megatron.fill.device.meter import default_device, fingerprint
+from megatron.fill.display import harmless, literal, plain_table
 from megatron.fill.errors import ConfigError
+from megatron.fill.folders import PROFILE
+from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
+from megatron.fill.trial.result import Options, Trial
+from megatron.fill.untrusted import read_json
+from megatron.fill.worker.steptimes import STEP_TIMES, KindTimes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron.fill.given.jobs import JobSpec
-    from megatron.fill.profiles import JobProfile, MeasuredJob
-    from megatron.fill.trial.result import Trial
-    from megatron.fill.worker.steptimes import KindTimes
 
 _RUN_S = 3.0  # seconds of bubbles for a job that is one long run
 _PAUSE = "pause()"
@@ -109,7 +113,6 @@ def profile(
 def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[str, Trial]:
     """Run each of these jobs, equal ones once, and return the trials by name."""
     from megatron.fill.given.jobs import distinct
-    from megatron.fill.trial.result import Options
 
     if not specs:
         return {}
@@ -123,7 +126,6 @@ def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[s
 
 def _as_job(trial: Trial) -> MeasuredJob:
     """Return a profile with one node for a job that is one long run: a bubble must be at least as long as its pause."""
-    from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 
     duration_ns = max(1, round(trial.callbacks_ms.get(_PAUSE, 0.0) * 1e6))
     ran_s = trial.use.used * trial.use.bubbles * trial.bubble_ms / 1e3 if trial.use is not None else 0.0
@@ -134,8 +136,6 @@ def _as_job(trial: Trial) -> MeasuredJob:
 
 def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequence[JobProfile]]:
     """Return a store's profiles of these jobs on a device like this machine's, by job name."""
-    from megatron.fill.device.meter import default_device, fingerprint
-    from megatron.fill.profiles import MeasuredJob
 
     found = {}
     mark = fingerprint(default_device())
@@ -156,12 +156,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured | None:
     """Measure a job by itself; None for a command or imperative task, ConfigError if it cannot be measured."""
     if spec.task is None:
         return None
-    from megatron.fill.agent.admission import LIBRARY_SETTINGS
-    from megatron.fill.folders import PROFILE
-    from megatron.fill.profiles import MeasuredJob
-    from megatron.fill.untrusted import read_json
     from megatron.fill.worker.measure import NO_STEPS, MeasureSpec
-    from megatron.fill.worker.steptimes import STEP_TIMES, KindTimes
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
         measured = MeasureSpec(spec.name, spec.to_submit(search, "").work, device, folder)
@@ -190,7 +185,6 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured | None:
 
 
 def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, MeasuredJob], device: str) -> None:
-    from megatron.fill.device.meter import fingerprint
 
     mark = fingerprint(device)
     with opened(where, create=True) as store:
@@ -224,14 +218,13 @@ def _table(*headings: str) -> Table:
 
 
 def _nodes_table(found: Mapping[str, MeasuredJob]) -> Table:
-    from rich.markup import escape
 
     table = _table("CONFIGURATION", ">NODES", ">LONGEST\nMS", ">ITERATION\nMS", ">WORK/S\nALONE", ">PEAK\nMIB")
     table.columns[1].min_width = 13
     for name, job in found.items():
         for one in job.profiles:
             table.add_row(
-                escape(name),
+                literal(name),
                 str(one.configuration),
                 str(len(one.nodes)),
                 f"{max(node.duration_ns for node in one.nodes) / 1e6:.1f}",
@@ -243,7 +236,6 @@ def _nodes_table(found: Mapping[str, MeasuredJob]) -> Table:
 
 
 def _steps_table(found: Mapping[str, Measured]) -> Table:
-    from rich.markup import escape
 
     times_ms = (">FIRST\nMS", ">P50\nMS", ">P99\nMS", ">LONGEST\nMS")
     table = _table(">KIND", ">STEPS", *times_ms, ">WORK/S\nALONE", ">PEAK\nMIB")
@@ -252,15 +244,14 @@ def _steps_table(found: Mapping[str, Measured]) -> Table:
         rate = f"{profile.work / profile.duration_ns * 1e9:.4g}"
         for one in measured.kinds:
             times = [f"{ns / 1e6:.2f}" for ns in (one.first_ns, one.p50_ns, one.p99_ns, one.longest_ns)]
-            table.add_row(escape(name), str(one.kind), str(one.count), *times, rate, f"{one.peak_bytes / 2**20:.0f}")
+            table.add_row(literal(name), str(one.kind), str(one.count), *times, rate, f"{one.peak_bytes / 2**20:.0f}")
     return table
 
 
 def _runs_table(trials: Mapping[str, Trial]) -> Table:
-    from rich.markup import escape
 
     table = _table(">PAUSE\nMS", ">PEAK\nMIB")
     for name, trial in trials.items():
         pause_ms = trial.callbacks_ms.get(_PAUSE)
-        table.add_row(escape(name), "-" if pause_ms is None else f"{pause_ms:.2f}", f"{trial.peak_bytes / 2**20:.0f}")
+        table.add_row(literal(name), "-" if pause_ms is None else f"{pause_ms:.2f}", f"{trial.peak_bytes / 2**20:.0f}")
     return table

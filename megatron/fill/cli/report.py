@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron.fill.cli.options import Json, check_writable, parsed, store_option
+from megatron.fill.display import report_console
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.quantities import parse_prices
 
@@ -44,7 +45,6 @@ def report(
     It covers all segments, which are the starts of the training in this run folder. Writes report.json, trace.json and
     timeline.png there, as a training does that ends by itself; --json prints the first of them.
     """
-    from megatron.fill.display import report_console
     from megatron.fill.records import SegmentEnding, last_segment
     from megatron.fill.report import compose, print_report
     from megatron.fill.report.compare import print_compared

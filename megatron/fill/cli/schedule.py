@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.cli.views import print_json
+from megatron.fill.display import one_line, plain_table
 from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.bubbles import bubble_seconds, bubble_share, peak_activations
+from megatron.fill.pipeline.costs import PipelineCosts
+from megatron.fill.pipeline.schedule import Schedule
+from megatron.fill.pipeline.schedules import NAMES, make_schedule, usual_chunks
+from megatron.fill.pipeline.timeline import Timeline, simulate
 from megatron.fill.types import PIPELINE_KINDS
-
-if TYPE_CHECKING:
-    from megatron.fill.pipeline.costs import PipelineCosts
-    from megatron.fill.pipeline.schedule import Schedule
-    from megatron.fill.pipeline.timeline import Timeline
 
 _MOST_FORWARDS = 300_000  # of an iteration, on all ranks: about 10 s
 _MOST_MS = 1e6
@@ -79,7 +80,6 @@ def schedule(
     of: rank, fill_ms, fwd-bwd_ms, interior_ms, drain_ms, bubble_share, fillable_share, bubbles, longest_ms,
     peak_activations.
     """
-    from megatron.fill.pipeline.timeline import simulate
     from megatron.fill.pipeline.torch_csv import dump_csv
 
     its = _schedule(which, stages, microbatches, chunks)
@@ -98,7 +98,6 @@ def schedule(
 
 def _schedule(which: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
     from megatron.fill.given.problems import shown
-    from megatron.fill.pipeline.schedules import NAMES, make_schedule, usual_chunks
     from megatron.fill.pipeline.torch_csv import load_csv
 
     counts = {"--stages": stages, "--microbatches": microbatches, "--chunks": chunks}
@@ -126,7 +125,6 @@ def _schedule(which: str, stages: int | None, microbatches: int | None, chunks: 
 def given_costs(its: Schedule, times: str, transfer_ms: float) -> PipelineCosts:
     """Return the costs of ``--times`` (three numbers, else ConfigError) and ``--transfer``, the same on all ranks."""
     from megatron.fill.given.problems import shown
-    from megatron.fill.pipeline.costs import PipelineCosts
 
     parts = times.split(",")
     numbers = [float(part) for part in map(str.strip, parts) if _NUMBER.fullmatch(part)]
@@ -142,7 +140,6 @@ def given_costs(its: Schedule, times: str, transfer_ms: float) -> PipelineCosts:
 
 
 def _found(timeline: Timeline, min_bubble_ms: float) -> dict[str, Any]:
-    from megatron.fill.pipeline.bubbles import bubble_seconds, bubble_share, peak_activations
 
     its, period_ms = timeline.schedule, timeline.period_ns / 1e6
     peaks = peak_activations(its)
@@ -174,8 +171,6 @@ def _found(timeline: Timeline, min_bubble_ms: float) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
-
-    from megatron.fill.display import one_line, plain_table
 
     print(
         f"{one_line(found['schedule'])}: stages {found['stages']}, microbatches {found['microbatches']}, chunks "

@@ -20,6 +20,7 @@ from megatron.fill.cli.control import Run
 from megatron.fill.display import counted, literal, plain_table
 from megatron.fill.errors import ConfigError, ControlError, FillError, StoreError
 from megatron.fill.pages.control import ControlPage, RunState, find_pages
+from megatron.fill.store import open_store
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
@@ -197,7 +198,6 @@ class _View:
         )
 
     def _queue(self) -> str:
-        from megatron.fill.store import open_store
         from megatron.fill.store.location import database_file
 
         if not self._segment.store:

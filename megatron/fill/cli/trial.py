@@ -18,10 +18,11 @@ from megatron.fill.cli.views import print_json
 from megatron.fill.display import console_of, counted
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux import safefile
+from megatron.fill.sandbox import parse_bind
+from megatron.fill.trial.result import Ended, Options, Trial
 
 if TYPE_CHECKING:
     from megatron.fill.given.jobs import JobSpec
-    from megatron.fill.trial.result import Options, Trial
 
 _PERIODS = 4  # default period, in bubble lengths: bubbles take a quarter of the time
 
@@ -79,7 +80,6 @@ def try_(
     shows the jobs that had been tried.
     """
     from megatron.fill.trial.printed import print_trial
-    from megatron.fill.trial.result import Ended, Options
 
     where = checked_device(device)
     jobs, search = _named(target, arguments or (), job or (), memory)
@@ -185,7 +185,6 @@ def _named(
 
 
 def _check_places(binds: Sequence[str]) -> None:
-    from megatron.fill.sandbox import parse_bind
 
     for text in binds:
         try:

@@ -19,11 +19,11 @@ from megatron.fill.cli.views import print_json
 from megatron.fill.display import literal, one_line, plain_table
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.given.quantities import parse_duration
+from megatron.fill.store import Job
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
     from megatron.fill.records import Segment
-    from megatron.fill.store import Job
 
 _DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")
 
