@@ -115,8 +115,8 @@ class ReportBuilder:
         segments: Sequence[Segment],
         jobs: Sequence[JobReport],
         prices: Prices | None = None,
-        unwritten: Mapping[int, Mapping[int, Unwritten]] | None = None,
-        between: Mapping[int, Sequence[JobRecord]] | None = None,
+        unwritten: Mapping[int, Mapping[int, Unwritten]] = {},
+        between: Mapping[int, Sequence[JobRecord]] = {},
     ) -> Report:
         """Return the report of all ranks added so far.
 
@@ -148,9 +148,7 @@ class ReportBuilder:
         return Report(
             command=last.command if last else "",
             segments=[
-                self._segment(
-                    segment, (unwritten or {}).get(segment.number, {}), (between or {}).get(segment.number, ())
-                )
+                self._segment(segment, unwritten.get(segment.number, {}), between.get(segment.number, ()))
                 for segment in segments
             ],
             summary=summary,

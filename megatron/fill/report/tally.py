@@ -14,6 +14,7 @@ from megatron.fill.types import PIPELINE_KINDS, BubbleKind, Iteration
 
 _S, _MS, _US = 1e9, 1e6, 1e3  # nanoseconds
 _POOLED = 1_000_000
+_ITERATION = np.dtype([("duration", "i8"), ("ranks", "i8"), ("block", "i8"), ("filling", "?"), ("watched", "?")])
 
 
 class Pool:
@@ -157,10 +158,8 @@ class MeanIterations:
     """The training's iterations in one segment: durations are means over the ranks, whose clocks need not agree."""
 
     def __init__(self) -> None:
-        self._first = 0
-        self._sums = self._counts = np.zeros(0, dtype=np.int64)
-        self._block = np.zeros(0, dtype=np.int64)
-        self._filling = self._watched = np.zeros(0, dtype=bool)
+        self._first = 0  # number of the first iteration in the array
+        self._sums = np.zeros(0, _ITERATION)
         self._ranks = 0
 
     def add(self, its: IterationTimes) -> None:
@@ -168,43 +167,32 @@ class MeanIterations:
             return
         self._ranks += 1
         self._cover(int(its.number.min()), int(its.number.max()))
-        at = its.number - self._first
-        fresh = self._counts[at] == 0
+        sums, at = self._sums, its.number - self._first
+        fresh = sums["ranks"][at] == 0
         new = at[fresh]
-        self._block[new], self._filling[new] = its.block[fresh], its.filling[fresh]
-        self._watched[new] = True
-        self._watched[at] &= its.watched
+        sums["block"][new], sums["filling"][new], sums["watched"][new] = its.block[fresh], its.filling[fresh], True
+        sums["watched"][at] &= its.watched
         # An iteration counts for the comparison only if all ranks were in a block: one may settle later than another.
-        self._block[at] = np.minimum(self._block[at], its.block)
-        self._sums[at] += its.duration
-        self._counts[at] += 1
+        sums["block"][at] = np.minimum(sums["block"][at], its.block)
+        sums["duration"][at] += its.duration
+        sums["ranks"][at] += 1
 
     def _cover(self, first: int, last: int) -> None:
-        """Extend the arrays to cover the iterations ``first`` to ``last``."""
-        if not len(self._counts):
+        """Extend the array to cover the iterations ``first`` to ``last``."""
+        if not len(self._sums):
             self._first = first
-        before, after = max(0, self._first - first), max(0, last - self._first + 1 - len(self._counts))
-        if not before and not after:
-            return
-        self._first -= before
-        self._sums, self._counts, self._block, self._filling, self._watched = (
-            np.pad(kept, (before, after))
-            for kept in (self._sums, self._counts, self._block, self._filling, self._watched)
-        )
+        before, after = max(0, self._first - first), max(0, last - self._first + 1 - len(self._sums))
+        if before or after:
+            self._first -= before
+            self._sums = np.concatenate([np.zeros(before, _ITERATION), self._sums, np.zeros(after, _ITERATION)])
 
     def iterations(self, blocks_before: int) -> list[Iteration]:
         """Return the iterations in paired blocks that all ranks recorded, their blocks offset by ``blocks_before``."""
-        whole = np.flatnonzero((self._counts == self._ranks) & (self._counts > 0) & (self._block >= 0))
+        whole = np.flatnonzero((self._sums["ranks"] == self._ranks) & (self._sums["block"] >= 0))
+        rows = zip(whole.tolist(), self._sums[whole].tolist(), strict=True)
         return [
-            Iteration(
-                int(self._first + at),
-                0,
-                round(self._sums[at] / self._counts[at]),
-                bool(self._filling[at]),
-                int(self._block[at]) + blocks_before,
-                bool(self._watched[at]),
-            )
-            for at in whole
+            Iteration(self._first + at, 0, round(duration / ranks), filling, block + blocks_before, watched)
+            for at, (duration, ranks, block, filling, watched) in rows
         ]
 
 
