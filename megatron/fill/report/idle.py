@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -89,11 +89,10 @@ def print_timers(found: Sequence[TimerReport], console: Console) -> None:
         console.print(table, "")
 
 
-def late_lines(found: Sequence[Late]) -> list[str]:
-    """Return a line on each of the waits in which ranks were late, for the longest of them."""
-    lines = []
+def late_lines(found: Sequence[Late]) -> Iterator[str]:
+    """Yield a line on each of the waits in which ranks were late, for the longest of them."""
     for one in found[:_LATE]:
         others = "the other rank" if one.others == 1 else f"the {one.others:,} others each"
-        lines.append(f"late in {one.wait}: {listed(one.ranks, _RANKS)}; {others} waited {one.late_s:,.1f} s more")
-    more_lines = [f"  and {len(found) - _LATE:,} more; report.json has them all"] if len(found) > _LATE else []
-    return lines + more_lines
+        yield f"late in {one.wait}: {listed(one.ranks, _RANKS)}; {others} waited {one.late_s:,.1f} s more"
+    if len(found) > _LATE:
+        yield f"  and {len(found) - _LATE:,} more; report.json has them all"

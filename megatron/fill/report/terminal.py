@@ -69,9 +69,10 @@ def print_report(report: Report, console: Console) -> None:
         shown = sorted(report.jobs, key=lambda job: job.state is not JobState.FAILED)[:_JOBS]
         shown = shown if len(report.jobs) > _JOBS else report.jobs
         console.print(_job_table(shown), "")
-        for line in [*_more_jobs(report.jobs, len(shown)), *_result_lines(shown)]:
+        for line in _below_jobs(report.jobs, shown):
             console.print(line, highlight=False, markup=False)
     settling_s = report.total.settling_s
+    lacking = [layer.name for layer in report.sandbox if layer.lacks]
     lines = [
         *_segment_lines(report.segments),
         *_record_lines(report),
@@ -81,7 +82,7 @@ def print_report(report: Report, console: Console) -> None:
         *_lines(report, report.segments[-1].paired_blocks if report.segments else 0),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
-        *_sandbox_lines(report),
+        *([f"the sandbox of jobs lacks {', '.join(lacking)}; see pipefill doctor"] if lacking else []),
         *([said] if (said := advice(report)) else []),
     ]
     for line in lines:
@@ -157,17 +158,15 @@ def _job_table(jobs: Sequence[JobReport]) -> Table:
     return table
 
 
-def _more_jobs(jobs: Sequence[JobReport], shown: int) -> list[str]:
-    if shown == len(jobs):
-        return []
-    states = Counter(job.state for job in jobs)
-    counts = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
-    return [f"{shown} of {len(jobs):,} jobs are shown ({counts}); report.json has them all"]
-
-
-def _result_lines(jobs: Sequence[JobReport]) -> list[str]:
-    lines = [f"{one_line(job.name)}: {_result(job.result)}" for job in jobs if job.result]
-    return ["Results", *(f"  {line}" for line in lines), ""] if lines else []
+def _below_jobs(jobs: Sequence[JobReport], shown: Sequence[JobReport]) -> Iterator[str]:
+    """Yield how many jobs are not shown, and the first values that the task of each shown one reported."""
+    if len(shown) < len(jobs):
+        states = Counter(job.state for job in jobs)
+        counts = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
+        yield f"{len(shown)} of {len(jobs):,} jobs are shown ({counts}); report.json has them all"
+    lines = [f"  {one_line(job.name)}: {_result(job.result)}" for job in shown if job.result]
+    if lines:
+        yield from ("Results", *lines, "")
 
 
 def _result(result: Mapping[str, Any]) -> str:
@@ -180,26 +179,22 @@ def _value(value: object) -> str:
     return text if len(text) <= _RESULT else f"{text[: _RESULT - 3]}..."
 
 
-def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
-    """Return a line for each of the last segments; none for a single segment that ended by itself."""
+def _segment_lines(segments: Sequence[SegmentReport]) -> Iterator[str]:
+    """Yield a line for each of the last segments; none for a single segment that ended by itself."""
     if len(segments) == 1 and segments[0].ending is SegmentEnding.WELL and not segments[0].between_steps:
-        return []
-    lines = []
+        return
+    yield "the run so far:" if segments and segments[-1].ending is SegmentEnding.RUNNING else "the run:"
     for segment in segments[-_SEGMENTS:]:
         seen = f"iterations {segment.first_iteration} to {segment.last_iteration}"
         what = seen if segment.iterations else "no iteration recorded"
         lacking = segment.ranks - segment.recorded
         said = f", no record of {lacking} of its {segment.ranks} ranks" if lacking > 0 else ""
-        lines.append(f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}")
+        yield f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}"
         if segment.between_steps:
             steps = counted(segment.between_steps, "step")
-            lines.append(f"    then {steps} of jobs without a training, {segment.between_s:,.1f} s")
-    more = [f"  and {len(segments) - _SEGMENTS} before them"] if len(segments) > _SEGMENTS else []
-    return [
-        "the run so far:" if segments and segments[-1].ending is SegmentEnding.RUNNING else "the run:",
-        *lines,
-        *more,
-    ]
+            yield f"    then {steps} of jobs without a training, {segment.between_s:,.1f} s"
+    if len(segments) > _SEGMENTS:
+        yield f"  and {len(segments) - _SEGMENTS} before them"
 
 
 def _record_lines(report: Report) -> Iterator[str]:
@@ -226,7 +221,7 @@ def _slowdown(found: Slowdown, pairs: str) -> str:
     return f"{found.mean:+.2%} (95% interval {low:+.2%} to {high:+.2%}, {found.pairs} {pairs})"
 
 
-def _lines(report: Report, paired_blocks: int) -> list[str]:
+def _lines(report: Report, paired_blocks: int) -> Iterator[str]:
     summary = report.summary
     if summary.slowdown:
         slowdown = _slowdown(summary.slowdown, f"pair{'s' if summary.slowdown.pairs > 1 else ''} of blocks")
@@ -234,21 +229,19 @@ def _lines(report: Report, paired_blocks: int) -> list[str]:
         slowdown = f"not known, for no two blocks of {paired_blocks} iterations with and without filling were recorded"
     else:
         slowdown = "not measured; --fill-paired-blocks measures it"
-    lines = [f"main job slowdown: {slowdown}"]
+    yield f"main job slowdown: {slowdown}"
     if summary.watching:
-        lines.append(f"... by watching alone: {_slowdown(summary.watching, 'iterations that were not watched')}")
+        yield f"... by watching alone: {_slowdown(summary.watching, 'iterations that were not watched')}"
     elif any(rank.device != "cpu" for rank in report.ranks):  # marks in its stream are work for a GPU
-        lines.append("... by watching alone: not measured; --fill-paired-blocks of 3 or more measures it")
+        yield "... by watching alone: not measured; --fill-paired-blocks of 3 or more measures it"
     if not report.jobs:
-        return lines
+        return
     if summary.fill_efficiency is None:
-        lines.append("fill efficiency: not known (no job was measured alone)")
+        yield "fill efficiency: not known (no job was measured alone)"
     else:
-        lines.append(f"fill efficiency: {summary.fill_efficiency:.3f} of the work per second that the jobs do alone")
-    opening, overrun = _distribution(summary.open_to_step_us), _distribution(summary.overrun_us)
-    lines.append(f"bubble to first step: {opening}")
-    lines.append(f"overrun of the bubble: {overrun}")
-    return lines
+        yield f"fill efficiency: {summary.fill_efficiency:.3f} of the work per second that the jobs do alone"
+    yield f"bubble to first step: {_distribution(summary.open_to_step_us)}"
+    yield f"overrun of the bubble: {_distribution(summary.overrun_us)}"
 
 
 def _outside_lines(total: Totals) -> list[str]:
@@ -261,43 +254,36 @@ def _outside_lines(total: Totals) -> list[str]:
     ]
 
 
-def cost_lines(cost: Cost) -> list[str]:
-    """Return lines with the training's time with and without filling, and the saving or the inputs missing for it."""
-    lines = []
+def cost_lines(cost: Cost) -> Iterator[str]:
+    """Yield lines with the training's time with and without filling, and the saving or the inputs missing for it."""
     if cost.with_s is not None:
         without = "not known" if cost.without_s is None else f"{cost.without_s:,.2f} s"
-        lines.append(f"time of the training with filling: {cost.with_s:,.2f} s; the same without: {without}")
+        yield f"time of the training with filling: {cost.with_s:,.2f} s; the same without: {without}"
     if cost.saving is None or cost.saving_ci95 is None or cost.prices is None:
-        return [*lines, f"cost saving: not known, for lack of {' and '.join(cost.lacking)}"]
+        yield f"cost saving: not known, for lack of {' and '.join(cost.lacking)}"
+        return
     low, high = cost.saving_ci95
     prices = f"at {cost.prices.main:g} an hour for the training and {cost.prices.side:g} for a side device"
-    lines.append(f"cost saving: {cost.saving:+.2%} (95% interval {low:+.2%} to {high:+.2%}), {prices}")
+    yield f"cost saving: {cost.saving:+.2%} (95% interval {low:+.2%} to {high:+.2%}), {prices}"
     side_s = sum(work.side_s or 0.0 for work in cost.work)
     measured = sum(work.measured for work in cost.work)
     stated = len(cost.work) - measured
     of = [f"{stated} by the throughput in the jobs file"] if stated else []
     of += [f"{measured} by the rate alone on this device"] if measured else []
-    return [*lines, f"  side work: {side_s:,.2f} s of a side device; of jobs: {', '.join(of) or 'none'}"]
+    yield f"  side work: {side_s:,.2f} s of a side device; of jobs: {', '.join(of) or 'none'}"
 
 
-def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
-    """Return lines on the automatic brake for the rank with the most stops; the others stop at about the same times."""
+def _brake_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield lines on the automatic brake for the rank with the most stops; the others stop at about the same times."""
     rank = max(ranks, key=lambda rank: len(rank.brakes), default=None)
     if rank is None or not rank.brakes:
-        return []
+        return
     count, several = len(rank.brakes), sum(bool(rank.brakes) for rank in ranks)
-    where = f"{several} of {len(ranks)} ranks; on rank {rank.rank}:"
-    lines = [
-        f"  after iteration {brake.iteration}, {brake.slowdown:+.1%}; again from {brake.until}"
-        for brake in rank.brakes[:_BRAKES]
-    ]
-    more = [f"  and {_times(count - _BRAKES)} more"] if count > _BRAKES else []
-    return [f"automatic brake: stopped filling {_times(count)} on {where}", *lines, *more]
-
-
-def _sandbox_lines(report: Report) -> list[str]:
-    lacking = [layer.name for layer in report.sandbox if layer.lacks]
-    return [f"the sandbox of jobs lacks {', '.join(lacking)}; see pipefill doctor"] if lacking else []
+    yield f"automatic brake: stopped filling {_times(count)} on {several} of {len(ranks)} ranks; on rank {rank.rank}:"
+    for brake in rank.brakes[:_BRAKES]:
+        yield f"  after iteration {brake.iteration}, {brake.slowdown:+.1%}; again from {brake.until}"
+    if count > _BRAKES:
+        yield f"  and {_times(count - _BRAKES)} more"
 
 
 def _times(count: int) -> str:
