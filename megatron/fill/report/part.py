@@ -125,11 +125,8 @@ def _filled(its: IterationTimes) -> int:
 
 def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int]:
     """Return the ns that each worker harvested in these bubbles, as far as its record still has single bubbles."""
-    wanted = set(seqs.tolist())
-    if not wanted:
-        return [0] * len(workers)
-    both = (zip(column(its.uses, "seq"), column(its.uses, "harvested_ns"), strict=True) for its in workers)
-    return [sum(harvested_ns for seq, harvested_ns in uses if seq in wanted) for uses in both]
+    inside = (np.isin(column(its.uses, "seq"), seqs) for its in workers)
+    return [int(np.dot(column(its.uses, "harvested_ns"), among)) for its, among in zip(workers, inside, strict=True)]
 
 
 def _harvested_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> list[int]:
