@@ -180,7 +180,6 @@ def _plan_rank(
         cycle: the rank's cycle with that limit as each bubble's free memory.
         caps: memory that each job asks for, by name.
     """
-
     rows = []
     for name, its_profiles in profiles.items():
         try:
@@ -213,7 +212,6 @@ def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap
 
 def _rate(cycle: BubbleCycle, job: DrawnJob) -> float:
     """Return the work per second of wall time."""
-
     return job.plan.work_per_cycle / processing_time_s(cycle, job.plan, job.plan.work_per_cycle)
 
 
@@ -269,7 +267,6 @@ def _iterations(per_cycle: float) -> str:
 
 
 def _draw(path: Path, rows: Sequence[_Row]) -> None:
-
     panels = [Panel(f"rank {row.rank}", row.cycle, row.job, row.tail) for row in rows if row.job]
     draw_plans(path, panels[:_PANELS])
     if len(panels) > _PANELS:

@@ -126,7 +126,6 @@ def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[s
 
 def _as_job(trial: Trial) -> MeasuredJob:
     """Return a profile with one node for a job that is one long run: a bubble must be at least as long as its pause."""
-
     duration_ns = max(1, round(trial.callbacks_ms.get(_PAUSE, 0.0) * 1e6))
     ran_s = trial.use.used * trial.use.bubbles * trial.bubble_ms / 1e3 if trial.use is not None else 0.0
     per_s = trial.work_done / ran_s if trial.work_done and ran_s else 1.0
@@ -136,7 +135,6 @@ def _as_job(trial: Trial) -> MeasuredJob:
 
 def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequence[JobProfile]]:
     """Return a store's profiles of these jobs on a device like this machine's, by job name."""
-
     found = {}
     mark = fingerprint(default_device())
     with opened(where) as store:
@@ -185,7 +183,6 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured | None:
 
 
 def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, MeasuredJob], device: str) -> None:
-
     mark = fingerprint(device)
     with opened(where, create=True) as store:
         for spec in specs:
@@ -218,7 +215,6 @@ def _table(*headings: str) -> Table:
 
 
 def _nodes_table(found: Mapping[str, MeasuredJob]) -> Table:
-
     table = _table("CONFIGURATION", ">NODES", ">LONGEST\nMS", ">ITERATION\nMS", ">WORK/S\nALONE", ">PEAK\nMIB")
     table.columns[1].min_width = 13
     for name, job in found.items():
@@ -236,7 +232,6 @@ def _nodes_table(found: Mapping[str, MeasuredJob]) -> Table:
 
 
 def _steps_table(found: Mapping[str, Measured]) -> Table:
-
     times_ms = (">FIRST\nMS", ">P50\nMS", ">P99\nMS", ">LONGEST\nMS")
     table = _table(">KIND", ">STEPS", *times_ms, ">WORK/S\nALONE", ">PEAK\nMIB")
     for name, measured in found.items():
@@ -249,7 +244,6 @@ def _steps_table(found: Mapping[str, Measured]) -> Table:
 
 
 def _runs_table(trials: Mapping[str, Trial]) -> Table:
-
     table = _table(">PAUSE\nMS", ">PEAK\nMIB")
     for name, trial in trials.items():
         pause_ms = trial.callbacks_ms.get(_PAUSE)

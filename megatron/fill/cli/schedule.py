@@ -140,7 +140,6 @@ def given_costs(its: Schedule, times: str, transfer_ms: float) -> PipelineCosts:
 
 
 def _found(timeline: Timeline, min_bubble_ms: float) -> dict[str, Any]:
-
     its, period_ms = timeline.schedule, timeline.period_ns / 1e6
     peaks = peak_activations(its)
     ranks = []
