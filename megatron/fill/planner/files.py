@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_json
@@ -23,24 +23,18 @@ _Ms = Annotated[float, Field(ge=0, le=_MOST_MS)]
 class _Bubble(BaseModel):
     """The fields of ``CycleBubble`` that a plan needs; the class itself would pull in the report's libraries."""
 
-    model_config = ConfigDict(frozen=True)
-
     kind: BubbleKind
     p10_ms: _Ms
     free_bytes: Annotated[int, Field(ge=0)]
 
 
 class _Rank(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
     rank: int
     iteration_ms: Annotated[float, Field(gt=0, le=_MOST_MS)] | None
     training: tuple[_Bubble, ...]
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
     ranks: tuple[_Rank, ...]
 
 

@@ -19,7 +19,11 @@ _NETWORK = {
 def network_file_system(path: str | Path) -> str:
     """The type of the network file system that ``path`` is on, such as ``nfs4``; empty if it is on another kind."""
     real, found, longest = os.path.realpath(path), "", -1
-    for line in _lines():
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
         before, dash, after = line.partition(" - ")
         fields = before.split()
         if not dash or len(fields) < 5:
@@ -30,13 +34,6 @@ def network_file_system(path: str | Path) -> str:
         if inside and len(place) >= longest:  # a later mount at the same place hides the earlier one
             longest, found = len(place), after.split()[0]
     return found if found in _NETWORK else ""
-
-
-def _lines() -> list[str]:
-    try:
-        return MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def has_locks(folder: Path) -> bool:

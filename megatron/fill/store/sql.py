@@ -45,8 +45,7 @@ class SqlStore(JobStore):
     Open it after a fork, not before: SQLite's connections do not survive a fork.
 
     Args:
-        where: as for ``open_store``.
-        create: as for ``open_store``.
+        where, create: as for ``open_store``.
         clock: clock in seconds since the epoch; None for PostgreSQL's own, since nodes' clocks differ, and for this
             machine's with SQLite.
         patience_s: time in s for which a call retries while the database is locked or away; opening waits at least
