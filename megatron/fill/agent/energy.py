@@ -22,7 +22,7 @@ class EnergyShare:
 
     def __post_init__(self) -> None:
         self._total_j, self._at_ns, self._counted_ns = self.read(), self.clock_ns(), self.had_ns()
-        # The job's part so far; None without a counter
+        # The job's part so far; None without a counter.
         self.joules: float | None = None if self._total_j is None else 0.0
 
     def look(self) -> None:

@@ -58,10 +58,10 @@ class Enforcer:
     grace_ns: int
     max_overruns: int  # number of violations (steps, starts or pauses) at which the worker is ended
     overtime: Overtime  # account of the worker's CPU time outside bubbles
-    # Returns True while no worker may run, paused by the operator or by the brake
+    # Returns True while no worker may run, paused by the operator or by the brake.
     off: Callable[[], bool] = lambda: False
     # The worker waits for bubbles by itself; False for a command, which is stopped outside bubbles, and which its
-    # worker's first process continues in them
+    # worker's first process continues in them.
     waits: bool = True
     hung_ns: int = 800_000_000  # time that a step has to end, in further bubbles, once it has used up its grace period
 

@@ -88,7 +88,7 @@ class MemoryShare:
     limiter: Limiter
     promised_bytes: int  # memory that the job asked for; 0 if it asked for no particular amount
     guard: MemoryGuard  # decides whether the worker must shrink, stop or be killed
-    # Asks the worker to hold at most this many bytes; None repeats the latest request
+    # Asks the worker to hold at most this many bytes; None repeats the latest request.
     shrink: Callable[[int | None], None]
     shrinking: Callable[[], bool]  # returns True while the worker has not answered a request
 

@@ -54,7 +54,7 @@ class Ranking:
     fingerprint: str  # device and software for which profiles measured here are valid
     board: CycleBoardReader  # the page with its bubble cycle
     margin_bytes: int = 0  # memory that stays free on every device
-    # Returns the memory cap of a worker here, by what is free now too; None to use the cycle alone
+    # Returns the memory cap of a worker here, by what is free now too; None to use the cycle alone.
     room: Callable[[BubbleCycle], int] | None = None
     quota: Quota | None = None  # most that the jobs of each user may take; None for all
 

@@ -51,7 +51,7 @@ class AgentSpec(Spec):
     metrics: dict[str, Any] | None = None  # the setting ``metrics``; None for none
     quota: Quota | None = None  # most that the jobs of each user may take; None for all
     dcgm_job_mapping: str | None = None  # folder in which dcgm-exporter looks for the jobs of each GPU; None for none
-    # Time in seconds for which the jobs go on after the rank's end, until another starts; 0 for none
+    # Time in seconds for which the jobs go on after the rank's end, until another starts; 0 for none.
     between_s: float = 0.0
     node: int = 0  # number of the node
     place: int = 0  # number of the rank on its node

@@ -84,7 +84,7 @@ class StopRequests:
 class JobWorker:
     """A worker that has its job; for one thread."""
 
-    # The worker's first process, with its output on a pipe and in a process group of its own
+    # The worker's first process, with its output on a pipe and in a process group of its own.
     process: subprocess.Popen[bytes]
     pid: int  # the job's process and process group
     directory: Path  # the job's folder

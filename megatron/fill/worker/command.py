@@ -33,7 +33,7 @@ class CommandRun:
     """Runs one command to its end, or until the training is over."""
 
     spec: WorkerSpec
-    # Starts the command's process in its sandbox, once the agent agrees (``worker.start_sandboxed``)
+    # Starts the command's process in its sandbox, once the agent agrees (``worker.start_sandboxed``).
     start: Callable[[Callable[[], None]], SandboxedProcess]
     view: GateReader  # the gate as this job's seat sees it, to wait for bubbles
     gate: SharedGateReader  # the gate itself, for the end of a bubble

@@ -19,21 +19,17 @@ _PROBE_AT_MOST = 1024  # limit of ``probe_after``, which doubles after each prob
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """Runs one task's steps in the bubbles of one gate.
-
-    Attributes:
-        between: called after every bubble, outside of it, for example to save checkpoints.
-    """
+    """Runs one task's steps in the bubbles of one gate."""
 
     machine: TaskMachine  # the task, in state PAUSED
     pages: StepPages  # the baton in it is passed on in each bubble once the next step no longer fits
     stopping: Callable[[], bool]  # returns True once the worker was asked to stop; called between steps
     device: StepDevice = PLAIN
-    # For a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise
+    # For a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise.
     pacer: Pacer | None = None
     probe_after: int = 32  # number of bubbles without a step after which one is tried that does not fit by its estimate
     # The same while the estimate is of one step only: the first loads kernels, and may have taken many times as long as
-    # the others will
+    # the others will.
     first_after: int = 4
     patience: int = 4  # factor on ``probe_after`` after which a step is tried in a bubble that is not long, too
     clock: Callable[[], int] = time.monotonic_ns
@@ -41,8 +37,8 @@ class StepLoop:
     def __post_init__(self) -> None:
         pages = self.pages
         self.gate, self.log, self.baton, self.control = pages.gate, pages.log, pages.baton, pages.control
-        self.between: Callable[[], None] | None = None
-        self.attend: Callable[[], None] | None = None  # called between bubbles, and after a signal from the agent
+        self.between: Callable[[], None] = lambda: None  # called after every bubble, outside of it
+        self.attend: Callable[[], None] = lambda: None  # called between bubbles, and after a signal from the agent
         self.hold_at_start = False  # begin no new iteration, since the configuration is about to change
         self.estimators = NodeEstimators()
         self._extra_bytes: Sequence[int] = ()
@@ -91,8 +87,7 @@ class StepLoop:
     def _serve(self) -> bool:
         seq = 0
         while not (self.gate.ended or self.stopping()):
-            if self.attend is not None:
-                self.attend()
+            self.attend()
             bubble = self.gate.wait(seq)
             if bubble is not None:
                 seq = bubble.seq
@@ -101,8 +96,7 @@ class StepLoop:
                     self.baton.pass_on(seq)
                 if finished:
                     return True
-                if self.between is not None:
-                    self.between()
+                self.between()
         return False
 
     def fill(self, bubble: OpenBubble) -> bool:

@@ -48,11 +48,11 @@ class StepDevice:
     """The device as a step uses it."""
 
     launch: Callable[[], None] = _nothing  # called before every step, and when the device is taken
-    # Waits until the device has done all work that was launched; a step ends then
+    # Waits until the device has done all work that was launched; a step ends then.
     synchronize: Callable[[], None] = _nothing
     land: Callable[[], None] = _nothing  # undoes ``launch``; called after every step, once the time of its end is known
     # The training takes the device back at the end of a bubble, so the duration of a step or pause that the end
-    # interrupts is not a measurement
+    # interrupts is not a measurement.
     preemptive: bool = False
 
 

@@ -31,12 +31,12 @@ class WorkerSpec(Spec):
     baton_fd: int  # descriptor of the baton, which the resident job and the tail job share
     sandbox: Sandbox
     work: Work
-    # Environment of the worker itself, with the variables for its libraries and its device
+    # Environment of the worker itself, with the variables for its libraries and its device.
     environment: dict[str, str] = field(default_factory=dict)
     tail: bool = False  # True for the tail job, which gets the rest of each bubble after the resident job
-    # The bubbles to plan for, instead of those on the board; given to a tail job
+    # The bubbles to plan for, instead of those on the board; given to a tail job.
     cycle: BubbleCycle | None = None
-    # The job's profiles, one per configuration; None if it has to be measured
+    # The job's profiles, one per configuration; None if it has to be measured.
     profiles: tuple[JobProfile, ...] | None = None
     checkpoint_s: float = 300.0  # time in seconds between two checkpoints of a resumable task
     margin_bytes: int = 0  # device memory that must stay free; plans use it if ``limits`` has no memory cap
@@ -44,7 +44,7 @@ class WorkerSpec(Spec):
     cpus: list[int] = field(default_factory=list)
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing = Sharing.TIMESLICE
-    # The job's own variables and ``PIPEFILL_*``; set once the job is in its sandbox
+    # The job's own variables and ``PIPEFILL_*``; set once the job is in its sandbox.
     env: dict[str, str] = field(default_factory=dict)
 
     def context(self) -> TaskContext:

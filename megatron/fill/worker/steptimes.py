@@ -50,9 +50,9 @@ def nearest_rank[T](ordered: Sequence[T], share: float) -> T:
 
 
 def measure_steps(
-    task: SideTask, context: TaskContext, args: dict[str, Any], meter: Meter, seconds: float = SECONDS
+    task: SideTask, context: TaskContext, args: dict[str, Any], meter: Meter
 ) -> tuple[MeasuredJob, list[KindTimes]]:
-    """Run a task for ``seconds`` of steps, or to its end.
+    """Run a task for ``SECONDS`` of steps, or to its end.
 
     The profile has one node per kind of step, with the kind's median duration.  Its work is the measured rate times the
     nodes' total duration; so the rate is right, but the profile does not contain the frequencies of the kinds.
@@ -73,7 +73,7 @@ def measure_steps(
         machine.create(args)
         machine.init()
         machine.start()
-        while spent_ns < seconds * 1e9:
+        while spent_ns < SECONDS * 1e9:
             kind = task.next_node
             meter.start()
             start_ns = time.monotonic_ns()
