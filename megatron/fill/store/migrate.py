@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 _SCRIPTS = Path(__file__).with_name("migrations")
 
 
-def migrate(reading: Engine, writing: Engine, where: str, create: bool) -> None:
+def migrate(engine: Engine, where: str, create: bool) -> None:
     """Run the migrations that the database lacks, in one transaction.
 
     Raises:
         StoreError: the schema has a version that this code does not know, or is missing and ``create`` is False.
     """
-    with reading.begin() as connection:
+    with engine.begin() as connection:
         if revision(connection) == REVISION:
             return
     _migrations()  # before the lock: an agent, which has the lowest priority, may take seconds to import alembic
-    with writing.begin() as connection:
+    with engine.execution_options(writing=True).begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
         found = revision(connection)

@@ -76,7 +76,7 @@ class SqlStore(JobStore):
         self._writing = self._engine.execution_options(writing=True)
         try:
             opening_s = max(patience_s, _OPENING_S)
-            self._retried(lambda: migrate(self._engine, self._writing, self._shown, create), opening_s)
+            self._retried(lambda: migrate(self._engine, self._shown, create), opening_s)
         except BaseException:
             self._engine.dispose()
             raise

@@ -39,38 +39,22 @@ class Transaction(Protocol):
     def latest(self, name: str) -> Job | None:
         """The latest job with that name; None if there is none."""
 
-    def states(self, names: Collection[str]) -> dict[str, JobState]:
-        """As ``JobStore.states``."""
-
     def first_queued(self, ids: Sequence[int]) -> Job | None:
         """The first job of ``ids`` that is QUEUED and not locked by another transaction; None if there is none."""
 
     def expired(self) -> list[Job]:
         """The RUNNING jobs whose lease has expired, except those locked by another transaction."""
 
-    def jobs(self, states: Collection[JobState], limit: int | None) -> list[Job]:
-        """As ``JobStore.list``."""
-
-    def stamp(self) -> tuple[int, int, int]:
-        """As ``JobStore.stamp``."""
-
-    def used_s(self, since_s: float) -> dict[str, float]:
-        """As ``JobStore.used_s``."""
-
     def names(self, limit: int) -> list[str]:
         """The names of the latest ``limit`` jobs."""
 
-    def put_device(self, device: DeviceEntry, lease_s: float) -> None:
-        """As ``JobStore.report_device``."""
-
-    def drop_device(self, name: str) -> None:
-        """As ``JobStore.forget_device``."""
-
-    def devices(self) -> list[DeviceEntry]:
-        """As ``JobStore.devices``."""
-
-    def profile(self, key: str) -> dict[str, Any] | None:
-        """As ``JobStore.profile``."""
-
-    def put_profile(self, key: str, profile: dict[str, Any]) -> None:
-        """As ``JobStore.keep_profile``."""
+    # As in ``JobStore``, where ``list`` gives jobs, and devices and profiles are reported, forgotten and kept.
+    def states(self, names: Collection[str]) -> dict[str, JobState]: ...
+    def jobs(self, states: Collection[JobState], limit: int | None) -> list[Job]: ...
+    def stamp(self) -> tuple[int, int, int]: ...
+    def used_s(self, since_s: float) -> dict[str, float]: ...
+    def put_device(self, device: DeviceEntry, lease_s: float) -> None: ...
+    def drop_device(self, name: str) -> None: ...
+    def devices(self) -> list[DeviceEntry]: ...
+    def profile(self, key: str) -> dict[str, Any] | None: ...
+    def put_profile(self, key: str, profile: dict[str, Any]) -> None: ...
