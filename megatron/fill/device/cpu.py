@@ -46,8 +46,6 @@ class HostLimiter:
         self._cgroup = self._new_cgroup(home)
         self.alive: list[tree.Process] = []  # living processes as of the latest look
         self._tree: tree.WorkerTree | None = None
-        self._memory: HeldMemory | None = None
-        self._proc_settings: ProcSettings | None = None
         self._pids: set[int] = set()
         self._oom = OomLog()
         self._ending = contextlib.ExitStack()  # of what ``close`` releases, the latest first
@@ -78,8 +76,7 @@ class HostLimiter:
 
     def look(self) -> str:
         self.alive = self.processes()
-        pids, settings = [process.pid for process in self.alive], self._proc_settings
-        return (settings.look(pids) if settings is not None else "") or self._check(self.alive)
+        return self._proc_settings.look([process.pid for process in self.alive]) or self._check(self.alive)
 
     def processes(self) -> list[tree.Process]:
         """The worker's living processes."""
@@ -144,8 +141,6 @@ class HostLimiter:
         if self._cgroup is not None and self._cgroup.binds_memory:
             self._note(self._cgroup.held_bytes())
             return self.explain() if self._cgroup.memory_kills() else ""
-        if self._memory is None:
-            return ""
         pids = [process.pid for process in processes]
         found = self._memory.count(pids)
         held = found.likely_bytes
@@ -162,7 +157,6 @@ class HostLimiter:
 
         The worker is stopped for a new count: its processes may be many, and would use the core in the meantime.
         """
-        assert self._memory is not None
         assert self._tree is not None
         if time.monotonic() < self._exact_until_s:
             return self.held_bytes

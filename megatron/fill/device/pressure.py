@@ -47,6 +47,7 @@ class NoRoom:
     reason: str
 
 
+@dataclass(eq=False)
 class MemoryGuard:
     """The memory policy for one worker, based on the free memory of its device.
 
@@ -59,12 +60,13 @@ class MemoryGuard:
         DeviceError: the margin is negative.
     """
 
-    def __init__(self, margin_bytes: int, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        if margin_bytes < 0:
-            raise DeviceError(f"a memory margin of {margin_bytes} bytes: expected 0 or more")
-        self.margin_bytes = margin_bytes
-        self.patience_s = patience_s
-        self._clock = clock
+    margin_bytes: int
+    patience_s: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        if self.margin_bytes < 0:
+            raise DeviceError(f"a memory margin of {self.margin_bytes} bytes: expected 0 or more")
         self._since_s: float | None = None  # time since which less than the margin is free
 
     def judge(self, free_bytes: int, held_bytes: int) -> PressureOrder:
@@ -77,7 +79,7 @@ class MemoryGuard:
         if free_bytes >= self.margin_bytes or held_bytes <= 0:
             self._since_s = None
             return PressureOrder(Order.OK)
-        now_s = self._clock()
+        now_s = self.clock()
         if self._since_s is None:
             self._since_s = now_s
         reason = f"the main job needs the memory: {mib(free_bytes)} free of a margin of {mib(self.margin_bytes)}"

@@ -60,8 +60,7 @@ def find_home(
         return CgroupHome(None, why=own)
     if systemd is None:
         systemd = Path("/run/systemd/system").is_dir()
-    managed = systemd and not _is_delegated(own, delegated)
-    if managed:
+    if systemd and not _is_delegated(own, delegated):
         return CgroupHome(None, why="systemd manages this group; start with systemd-run --scope -p Delegate=yes")
     if not (own / "cgroup.type").exists():  # the root, which may hold processes and still enable controllers
         return _usable(own, "the root group does not hand down")

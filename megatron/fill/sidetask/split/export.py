@@ -12,8 +12,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.fill.sidetask.split.cost import cost_ns, nbytes
-from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, even_cuts
+from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, cost_ns, even_cuts, nbytes
 
 _MAY_SHARE = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.fill.sidetask.split.cost import cost_ns, nbytes
-from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, even_cuts
+from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, cost_ns, even_cuts, nbytes
 
 
 def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
