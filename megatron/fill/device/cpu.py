@@ -30,12 +30,6 @@ class HostLimiter:
 
     If there is a control group with the memory controller, the kernel enforces the cap (``memory.max``); else the
     memory of the processes is watched, in addition to the cap of each process by ``sandbox.powers.limit_resources``.
-
-    Args:
-        limits: limits to enforce.
-        name: name of the worker.
-        home: place in which its control group can be created.
-        cap_host_memory: True if ``limits.memory_bytes`` limits host memory.
     """
 
     def __init__(self, limits: Limits, name: str, home: CgroupHome, cap_host_memory: bool = True) -> None:

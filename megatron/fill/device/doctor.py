@@ -64,7 +64,7 @@ def _abilities(facts: Facts) -> list[Ability]:
     return [
         Ability("CUDA", _yes(bool(facts.gpus)), _counted(facts.gpus) or "no GPU"),
         Ability("NVML", _yes(bool(facts.gpus)), f"driver {facts.driver}" if facts.gpus else facts.driver),
-        *([_compute_mode(facts), _cuda_for_jobs(facts)] if facts.gpus else []),
+        *(_for_jobs(facts) if facts.gpus else []),
         Ability("MPS", _yes(not _mps_obstacle(facts)), facts.mps or "no nvidia-cuda-mps-control"),
         Ability("host pids", _yes(facts.host_pids), "" if facts.host_pids else "a container with pids of its own"),
         Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
@@ -77,14 +77,13 @@ def _abilities(facts: Facts) -> list[Ability]:
     ]
 
 
-def _compute_mode(facts: Facts) -> Ability:
-    detail = "; ".join(facts.exclusive)
-    detail += "; expected Default (nvidia-smi -c 0, by root)" if detail else "each GPU is for all processes"
-    return Ability("compute mode", _yes(not facts.exclusive), detail)
-
-
-def _cuda_for_jobs(facts: Facts) -> Ability:
-    return Ability("CUDA for jobs", _yes(not facts.cuda_lacks), facts.cuda_lacks or "it starts in the whole sandbox")
+def _for_jobs(facts: Facts) -> list[Ability]:
+    mode = "; ".join(facts.exclusive)
+    mode += "; expected Default (nvidia-smi -c 0, by root)" if mode else "each GPU is for all processes"
+    return [
+        Ability("compute mode", _yes(not facts.exclusive), mode),
+        Ability("CUDA for jobs", _yes(not facts.cuda_lacks), facts.cuda_lacks or "it starts in the whole sandbox"),
+    ]
 
 
 def _cpu_memory(facts: Facts) -> Binding:

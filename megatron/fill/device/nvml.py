@@ -109,7 +109,6 @@ def uuid_of(name: str, visible: str | None, gpus: list[Gpu]) -> str:
     """The UUID of the device that CUDA calls ``cuda:N``.
 
     Args:
-        name: ``cuda`` or ``cuda:N``.
         visible: ``CUDA_VISIBLE_DEVICES``, whose entries are indices or beginnings of UUIDs; None if it is not set.
         gpus: GPUs in the order of their PCI bus.
 

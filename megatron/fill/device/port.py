@@ -117,6 +117,5 @@ class WorkerDevice(Protocol):
         """Create the limiter of a worker that is about to be started.
 
         Args:
-            limits: limits of the worker.
             name: name unique among the living workers of this machine; letters, digits, ``.``, ``_`` and ``-``.
         """

@@ -25,7 +25,6 @@ class Examined:
         error: reason why it cannot run; empty if none was found.
         raised: True if the job's own code failed; False if something does not exist or does not fit.
         trace: traceback of that code.
-        nodes: True if it is a NodeTask.
         resumable: True if it can be saved and resumed.
     """
 

@@ -17,10 +17,7 @@ class NodeIteration:
     group of parameters at a time.
 
     Args:
-        batch_size: samples in a batch.
-        micro_batch: samples in a microbatch.
         pieces: greatest number of pieces of any split of the model.
-        groups: number of groups of parameters.
         begin_pass: takes a microbatch's samples; returns a runner with their inputs, and their target.
         loss_of: takes output and target; returns a scalar.
 

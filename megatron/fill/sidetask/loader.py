@@ -17,7 +17,6 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
     """Import and construct the side task ``module:Class``.
 
     Args:
-        path: ``module:Class``.
         search: further folders in which to look for the module after ``sys.path`` (the jobs file's folder).
 
     Raises:

@@ -78,8 +78,6 @@ def build_model(name: str, size: str = "full", **overrides: Any) -> Any:
     """Build a model of ``MODELS``, a ``torch.nn.Module`` with random weights from torch's default generator.
 
     Args:
-        name: name of the model.
-        size: ``full`` or ``tiny``.
         overrides: fields of the ``transformers`` configuration, or arguments of ``timm.create_model``.
 
     Raises:

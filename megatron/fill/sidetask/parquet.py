@@ -18,10 +18,6 @@ class ParquetFile:
     A part always holds the same rows, so writing it a second time changes nothing.  ``assemble`` appends the parts, one
     per call, to a temporary file, which is then renamed.
 
-    Args:
-        path: path of the file.
-        part_rows: rows per part.
-
     Attributes:
         rows: rows that are not in a part yet, as lists by column.
     """

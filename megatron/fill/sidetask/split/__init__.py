@@ -47,7 +47,6 @@ def split_model(
     resort is a single piece.  The model's weights and buffers and torch's generators are left unchanged.
 
     Args:
-        model: model to split.
         inputs: example batch on the model's device.
         way: ``sequential`` (module boundaries), ``export`` (``torch.export``), ``whole``, or ``auto`` for the first of
             them that works.

@@ -9,11 +9,7 @@ import torch
 
 
 class Randomness:
-    """A job's own state of torch's generators; inside ``with``, torch draws from it.
-
-    Args:
-        device: torch device of the job.
-        seeds: numbers that together make the seed.
+    """A job's own state of torch's generators on its device; inside ``with``, torch draws from it.
 
     Attributes:
         state: state of the CPU's generator and, on CUDA, of the device's.

@@ -23,8 +23,6 @@ class PieceRunner:
     order as in autograd.
 
     Args:
-        split: the split model.
-        randomness: random numbers of the job.
         training: True to keep the tensors that a backward pass needs.
         checkpointing: True to keep only the inputs of the pieces, and compute each piece again in its backward.
         resident: called with parameters; returns a context that holds them on the device (offloaded weights).

@@ -21,9 +21,7 @@ class Streamed:
     From construction to ``end``, a parameter's data are in host memory except while its piece runs.
 
     Args:
-        model: model with its weights anywhere.
         split: split whose pieces run in order; after the last piece comes the first, for the next batch.
-        device: device to copy to.
     """
 
     def __init__(self, model: torch.nn.Module, split: Split, device: str) -> None:

@@ -129,13 +129,8 @@ def _left(path: Path) -> bool:
 
 
 def open_mapping(directory: str | None, uuid: str | None, gpus: Callable[[], Sequence[Gpu]]) -> JobMapping | None:
-    """Return the mapping of a GPU; None if nobody asks for one, and on a CPU or a MIG slice, which has no such index.
-
-    Args:
-        directory: the folder that dcgm-exporter reads.
-        uuid: the GPU's UUID; None for a CPU.
-        gpus: returns all GPUs.
-    """
+    """Return the mapping of a GPU in dcgm-exporter's folder; None if nobody asks for one, on a CPU (no UUID), and on a
+    MIG slice, which has no index."""
     if directory is None or uuid is None:
         return None
     try:
