@@ -55,9 +55,7 @@ class Entrance:
 
     Args:
         device: device as the worker knows it.
-        limits: limits to set.
-        sharing: sharing of the GPU between training and workers.
-        say: called with a message for each limit that cannot be set.
+        say: called with a message about what cannot be set.
     """
 
     device: str
@@ -71,7 +69,7 @@ class Entrance:
         self._calls += 1
         if "torch" in sys.modules and not self._done:
             self._done = True
-            for lacking in enter(self.device, self.limits, self.sharing):
+            if lacking := enter(self.device, self.limits, self.sharing):
                 self.say(lacking)
         elif self._calls == 2 and not self._done:
             self.say(
@@ -79,19 +77,16 @@ class Entrance:
             )
 
 
-def enter(device: str, limits: Limits, sharing: Sharing) -> list[str]:
-    """Set the limits of PyTorch in this process on a GPU.
+def enter(device: str, limits: Limits, sharing: Sharing) -> str:
+    """Set the limits of PyTorch in this process on a GPU; return a message if its share cannot be set, else ''.
 
     This initializes CUDA.  It changes the current stream of this thread only.
-
-    Returns:
-        Messages, one for each limit that could not be set, with the reason.
     """
     cap_memory(device, limits.memory_bytes)
     if sharing is Sharing.MPS or limits.sm_percentage == 100:
-        return []
+        return ""
     reason = _share_multiprocessors(device, limits.sm_percentage)
-    return [f"all multiprocessors can be used: {reason}"] if reason else []
+    return f"all multiprocessors can be used: {reason}" if reason else ""
 
 
 def _share_multiprocessors(device: str, percentage: int) -> str:

@@ -292,13 +292,13 @@ def torch_module(monkeypatch) -> Any:
 
 def test_a_share_of_the_multiprocessors_is_a_stream_of_a_green_context(torch_module):
     torch_module.green.GreenContext = GreenContext
-    assert cuda.enter("cuda:0", Limits(memory_bytes=10 * GIB, sm_percentage=50), Sharing.TIMESLICE) == []
+    assert cuda.enter("cuda:0", Limits(memory_bytes=10 * GIB, sm_percentage=50), Sharing.TIMESLICE) == ""
     assert torch_module.taken == [0.25, "the share's stream"]
 
 
 def test_a_green_context_without_streams_is_not_made_current(torch_module):
     torch_module.green.GreenContext = type("Old", (), {"create": GreenContext.create, "set_context": 0})
-    (lacking,) = cuda.enter("cuda:0", Limits(sm_percentage=50), Sharing.TIMESLICE)
+    lacking = cuda.enter("cuda:0", Limits(sm_percentage=50), Sharing.TIMESLICE)
     assert "PyTorch 2.11.0 has no streams of green contexts" in lacking
     assert torch_module.taken == []
 

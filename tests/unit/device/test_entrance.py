@@ -29,7 +29,7 @@ from tests.support.fakes import FakeGate, shared_pages, worker_spec
 
 assert "torch" not in sys.modules
 module.Pacer = lambda *_: SimpleNamespace(turn=at_once, aside=nullcontext)  # no bubble is waited for here
-cuda.enter = lambda device, limits, sharing: print("limits:", device, limits.memory_bytes) or ["a share: no"]
+cuda.enter = lambda device, limits, sharing: print("limits:", device, limits.memory_bytes) or "a share: no"
 
 
 class Bench(TaskRun):
