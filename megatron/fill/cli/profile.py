@@ -82,14 +82,12 @@ def profile(
     for spec in specs:
         twin = next((found[one.name] for one in specs if one.name in found and one.kind == spec.kind), None)
         try:
-            measured = twin or _measure(spec, search, where)
+            if measured := twin or _measure(spec, search, where):
+                found[spec.name] = measured
+            else:
+                runs.append(spec)
         except ConfigError as error:
             failures[spec.name] = str(error)
-        else:
-            if measured is None:
-                runs.append(spec)
-            else:
-                found[spec.name] = measured
     trials = _run(runs, search, where)
     failures |= {name: trial.reason for name, trial in trials.items() if trial.reason}
     trials = {name: trial for name, trial in trials.items() if not trial.reason}

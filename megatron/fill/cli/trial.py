@@ -185,7 +185,6 @@ def _named(
 
 
 def _check_places(binds: Sequence[str]) -> None:
-
     for text in binds:
         try:
             parse_bind(text)

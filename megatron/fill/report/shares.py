@@ -99,14 +99,8 @@ def draw_shares(figure: Figure, accounts: Sequence[AccountReport], left_in: floa
     names, rows = shown_names(accounts), len(accounts) - 1
     whole = {one.name: one.share for one in bars(accounts[-1], names)}
     top_in = height_in(accounts) - _TITLE_IN
-    axes = figure.add_axes(
-        (
-            left_in / width,
-            (top_in - _ROW_IN * rows) / height,
-            (width - left_in - right_in) / width,
-            _ROW_IN * rows / height,
-        )
-    )
+    left, bottom = left_in / width, (top_in - _ROW_IN * rows) / height
+    axes = figure.add_axes((left, bottom, (width - left_in - right_in) / width, _ROW_IN * rows / height))
     for row, account in enumerate(accounts[:-1]):
         start = 0.0
         for one in bars(account, names):
@@ -114,15 +108,8 @@ def draw_shares(figure: Figure, accounts: Sequence[AccountReport], left_in: floa
             text = f"{one.share:.0%}"
             if one.share > _NAME * (len(text) + 1):
                 dark = one.name in COMPUTE - {"evaluation"} or one.name in ("save", "start-up", "drain", UNNAMED)
-                axes.text(
-                    start + one.share / 2,
-                    row + 0.5,
-                    text,
-                    fontsize=7,
-                    ha="center",
-                    va="center",
-                    color="white" if dark else "#333333",
-                )
+                ink = "white" if dark else "#333333"
+                axes.text(start + one.share / 2, row + 0.5, text, fontsize=7, ha="center", va="center", color=ink)
             start += one.share
     axes.set_xlim(0, 1)
     axes.set_ylim(rows, 0)
@@ -133,11 +120,11 @@ def draw_shares(figure: Figure, accounts: Sequence[AccountReport], left_in: floa
         side.set_visible(False)
     wall_s = sum(one.wall_s for one in accounts[:-1]) / rows
     title = f"Where the time of the whole run went: {wall_s:,.0f} s a rank, {accounts[-1].named_share:.1%} named"
-    figure.text(left_in / width, (top_in + 0.12) / height, title, fontsize=9, weight="bold", va="center")
+    figure.text(left, (top_in + 0.12) / height, title, fontsize=9, weight="bold", va="center")
     figure.legend(
         handles=[Patch(facecolor=colour(name), label=f"{name} {whole[name]:.1%}") for name in names],
         loc="upper left",
-        bbox_to_anchor=(left_in / width, (top_in - _ROW_IN * rows - _GAP_IN) / height),
+        bbox_to_anchor=(left, (top_in - _ROW_IN * rows - _GAP_IN) / height),
         bbox_transform=figure.transFigure,
         ncols=_COLUMNS,
         frameon=False,

@@ -145,10 +145,10 @@ def _numbered(record: RankRecord, name: str, window: Window) -> Iterator[tuple[s
 
 def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
     lane = (row + _LANE_TOP, _LANE)
-    axes.broken_barh(lanes.other, lane, facecolors=_OTHER, edgecolors="white", linewidth=_edge(lanes.other, window))
+    _bars(axes, lanes.other, lane, window, facecolors=_OTHER)
     for passes, colour in ((lanes.forward, _FORWARD), (lanes.backward, _BACKWARD)):
         bars = [bar for bar, _ in passes]
-        axes.broken_barh(bars, lane, facecolors=colour, edgecolors="white", linewidth=_edge(bars, window))
+        _bars(axes, bars, lane, window, facecolors=colour)
         most = max((len(label) for _, label in passes), default=0) + 0.5
         if all(width * _scale(window) > most * _CHARACTER_IN for _, width in bars):  # all numbers or none
             for bar, label in passes:
@@ -177,9 +177,7 @@ def _draw_side(axes: Axes, row: int, lanes: _Lanes, colours: dict[str, str], win
         bars = join(steps, _JOIN_IN / _scale(window))
         overruns = subtract(bars, waits)
         for part, alpha in ((subtract(bars, overruns), 1.0), (overruns, _OVERRUN_ALPHA)):
-            axes.broken_barh(
-                part, lane, facecolors=colours[job], alpha=alpha, edgecolors="white", linewidth=_edge(part, window)
-            )
+            _bars(axes, part, lane, window, facecolors=colours[job], alpha=alpha)
 
 
 def _scale(window: Window) -> float:
@@ -187,9 +185,10 @@ def _scale(window: Window) -> float:
     return _AXES_IN / (window.duration_ns / 1e6)
 
 
-def _edge(bars: Sequence[Bar], window: Window) -> float:
+def _bars(axes: Axes, bars: Sequence[Bar], lane: Bar, window: Window, **style: Any) -> None:
     narrowest = min((width for _, width in bars), default=0.0)
-    return 0.5 if narrowest * _scale(window) > _VISIBLE_EDGE_IN else 0.0
+    edge = 0.5 if narrowest * _scale(window) > _VISIBLE_EDGE_IN else 0.0
+    axes.broken_barh(bars, lane, edgecolors="white", linewidth=edge, **style)
 
 
 def _job_colours(lanes: Iterable[_Lanes]) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -227,18 +226,10 @@ def _dress_axes(axes: Axes, infos: Sequence[RankInfo], first: _Lanes, window: Wi
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+    above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points"}
     for number, (start, width) in first.iterations:
-        if width * _scale(window) < _NUMBER_IN:
-            continue
-        axes.annotate(
-            f"iteration {number}",
-            (start + width / 2, 0),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            color=_INK,
-        )
+        if width * _scale(window) >= _NUMBER_IN:
+            axes.annotate(f"iteration {number}", (start + width / 2, 0), **above, ha="center", fontsize=9, color=_INK)
 
 
 def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]], below_in: float) -> None:
