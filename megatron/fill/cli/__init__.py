@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.fill.display import never_fail_to_print
 from megatron.fill.errors import FillError
@@ -26,7 +26,9 @@ def main() -> None:
     except (FillError, TyperException) as error:
         from megatron.fill.given.problems import reworded
 
-        _fail(reworded(error.format_message()) if isinstance(error, TyperException) else str(error))
+        if isinstance(error, TyperException):
+            _fail(reworded(error.format_message()) + _belongs(error))
+        _fail(str(error))
     except OSError as error:
         from megatron.fill.given.problems import shown
 
@@ -34,6 +36,13 @@ def main() -> None:
     except Abort:
         sys.exit(130)
     sys.exit(status)
+
+
+def _belongs(error: Any) -> str:
+    """Return the end of the message on an unknown option of a command that takes Megatron's flags after ``--``."""
+    unknown = getattr(error, "possibilities", True) in (None, [])  # none is named that may have been meant
+    after = unknown and any((one.metavar or "").startswith("-- ") for one in error.ctx.command.params)
+    return "; Megatron's flags come after --" if after else ""
 
 
 def _fail(message: str) -> NoReturn:
