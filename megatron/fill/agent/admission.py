@@ -64,10 +64,7 @@ def find_user(name: str) -> JobUser:
 
 
 def default_user() -> JobUser | None:
-    """Return the default user for jobs: ``nobody`` if this process is root and can become it, otherwise None.
-
-    None stands for the user of this process.
-    """
+    """Return the default user for jobs: ``nobody`` if this process is root and can become it; else None, its own."""
     if os.geteuid() != 0:
         return None
     try:

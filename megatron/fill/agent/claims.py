@@ -105,11 +105,7 @@ class Claims:
             time.sleep(min(_TICK_S, max(0.0, end - time.monotonic())))
 
     def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str, most: int | None = None) -> Claim | None:
-        """Claim the first job of ``wanted``'s list that is free; None if there is none.
-
-        Args:
-            most: number of jobs of one user that may run at a time; None for any number.
-        """
+        """Claim the first free job of ``wanted``'s list whose user has fewer than ``most`` jobs that run."""
 
         def take(store: JobStore) -> Claim | None:
             numbers = wanted(store)

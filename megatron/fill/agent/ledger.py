@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from megatron.fill.pages.lastword import MOST_BYTES, LastWord
 from megatron.fill.records import AgentFile, attempts_text
@@ -13,16 +14,14 @@ from megatron.fill.types import JobRecord, WorkerRecord
 type Record = tuple[JobRecord, WorkerRecord]
 
 
+@dataclass(eq=False, repr=False)
 class AttemptLedger:
-    """Writes the agent's records; for any thread.  A record that cannot be written now is kept and written later.
+    """Writes the agent's records; for any thread.  A record that cannot be written now is kept and written later."""
 
-    Args:
-        last_word: page on which records that cannot be written are left for the rank.
-    """
+    file: AgentFile
+    last_word: LastWord  # page on which records that cannot be written are left for the rank
 
-    def __init__(self, file: AgentFile, last_word: LastWord) -> None:
-        self._file = file
-        self._last_word = last_word
+    def __post_init__(self) -> None:
         self._behind = False
         self._ended: list[Record] = []  # not in the file yet
         self._running: list[Callable[[], Record | None]] = []
@@ -32,8 +31,7 @@ class AttemptLedger:
     def running(self, so_far: Callable[[], Record | None]) -> Iterator[None]:
         """Include an attempt in what is written, as long as this context is open.
 
-        Args:
-            so_far: returns its present record, None before it has begun; called by any thread.
+        Any thread calls ``so_far``, which returns its present record; None before it has begun.
         """
         with self._lock:
             self._running.append(so_far)
@@ -58,16 +56,16 @@ class AttemptLedger:
             running = [record for so_far in self._running if (record := so_far()) is not None]
             try:
                 while self._ended:
-                    self._file.add(*self._ended[0])
+                    self.file.add(*self._ended[0])
                     self._ended.pop(0)
-                self._file.show(running)
+                self.file.show(running)
             except OSError:
-                self._file.note(behind=True)
+                self.file.note(behind=True)
                 self._behind = True
                 # Each time: it may be killed before the next.
-                self._last_word.leave(attempts_text([*self._ended, *running], MOST_BYTES))
+                self.last_word.leave(attempts_text([*self._ended, *running], MOST_BYTES))
                 raise
             if self._behind:
-                self._file.note(behind=False)
+                self.file.note(behind=False)
                 self._behind = False
-                self._last_word.clear()
+                self.last_word.clear()

@@ -36,17 +36,15 @@ def worker_cap(
     return found
 
 
+@dataclass(eq=False, repr=False)
 class DeviceMemory:
-    """The memory of one device, and the workers that share it with the training; for any thread.
+    """The memory of one device, and the workers that share it with the training; for any thread."""
 
-    Args:
-        patience_s: time that a worker has to give memory back once it is asked.
-    """
+    device: WorkerDevice
+    margin_bytes: int
+    patience_s: float  # time that a worker has to give memory back once it is asked
 
-    def __init__(self, device: WorkerDevice, margin_bytes: int, patience_s: float) -> None:
-        self.device = device
-        self.margin_bytes = margin_bytes
-        self.patience_s = patience_s
+    def __post_init__(self) -> None:
         self._shares: list[MemoryShare] = []
 
     def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:

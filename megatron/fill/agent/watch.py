@@ -302,11 +302,7 @@ def _read_result(directory: Path) -> dict[str, Any]:
 
 
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
-    """Return the job's progress, from its worker's step log.
-
-    Args:
-        began_s: start of the attempt (``time.monotonic``).
-    """
+    """Return the job's progress, from the step log of its worker, which began at ``began_s`` (``time.monotonic``)."""
     # Before the checkpoint is loaded, the log does not include earlier work.
     began = bool(log.serving_ns or log.step_count)
     done = log.base_work + log.work_done if began else job.progress.work_done

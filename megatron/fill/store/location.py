@@ -50,11 +50,7 @@ def password_files(where: str) -> tuple[str, ...]:
 
 
 def print_next(store: str | None, *commands: str, plain: Sequence[str] = ()) -> None:
-    """Print the commands that one wants next, with the store filled in; for people only, so not into a pipe.
-
-    Args:
-        plain: commands that take no store, printed first.
-    """
+    """Print the commands that one wants next (``plain``: without the store) for people, so not into a pipe."""
     if not sys.stdout.isatty():
         return
     known = not store or store == os.environ.get(ENVIRONMENT)
