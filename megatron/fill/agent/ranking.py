@@ -84,7 +84,7 @@ class Ranking:
         return None if kept is None else kept.profiles
 
     def wanted(self, store: JobStore, neighbour: Resident | None) -> list[int]:
-        """Return the ids of the waiting jobs, best first, for the resident seat or the tail seat beside ``neighbour``."""
+        """Return the ids of waiting jobs, best first, for the resident seat or the tail seat next to ``neighbour``."""
         tail = neighbour is not None
         waiting = may_begin(store, store.list({JobState.QUEUED}))
         if self.quota is not None:
