@@ -11,7 +11,7 @@ from rich.console import Console
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
 from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read_segments
-from megatron.fill.report.account import account, account_records
+from megatron.fill.report.account import account, account_records, timers
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn
@@ -21,7 +21,6 @@ from megatron.fill.report.schema import Report
 from megatron.fill.report.seen import seen
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
-from megatron.fill.report.timers import timers
 from megatron.fill.report.trace import write_trace
 from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron.fill.records import Segment, Unwritten
-from megatron.fill.report.account import account, account_records
+from megatron.fill.report.account import account, account_records, timers
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle
 from megatron.fill.report.late import late
@@ -33,7 +33,6 @@ from megatron.fill.report.schema import (
 from megatron.fill.report.seen import Seen, seen
 from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.tally import MeanIterations, Tally
-from megatron.fill.report.timers import timers
 from megatron.fill.types import BrakeEvent, Iteration, JobRecord, Prices, RankInfo, RankRecord, WorkerRecord
 
 _S, _MS = 1e9, 1e6  # nanoseconds

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from megatron.fill.account import Account
 from megatron.fill.records import AccountWriter, begin_segment, read_accounts
-from megatron.fill.report.account import account, account_records
+from megatron.fill.report.account import account, account_records, compared, timers
 from megatron.fill.report.idle import print_timers
-from megatron.fill.report.timers import compared, timers
 from megatron.fill.types import RankInfo
 
 
