@@ -136,7 +136,6 @@ def _profile(jobs: Path, profiles: Path | None, store: str | None) -> str:
 
 
 def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms: float) -> dict[int, BubbleCycle]:
-    """Return the bubbles of each rank, measured or computed."""
     from megatron.fill.pipeline.torch_csv import load_csv
     from megatron.fill.planner.files import NOT_MEASURED, load_cycles
 

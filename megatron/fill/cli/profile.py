@@ -206,7 +206,6 @@ def _print(found: Mapping[str, Measured], trials: Mapping[str, Trial]) -> None:
 
 
 def _table(*headings: str) -> Table:
-    """Return an empty table: the job's name, then these columns."""
     table = plain_table("JOB", *headings, gap=1)
     table.columns[0].min_width = 8
     return table

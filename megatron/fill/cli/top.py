@@ -183,7 +183,6 @@ class _View:
         return Group(Text(self._head(), overflow="fold"), Text(""), table, *more, Text(""), *foot)
 
     def _head(self) -> str:
-        """Return the lines on the whole run."""
         from megatron.fill.records import SegmentEnding
 
         live, ending = self._live, self._segment.ending

@@ -60,7 +60,6 @@ class _Line:
 
 
 def _lines(part: RankRecord) -> list[_Line]:
-    """Return a line for each table of the part that has values."""
     made = []
     for table, cls in _TABLES.items():
         values = getattr(part, table)

@@ -104,7 +104,6 @@ def advice(report: Report) -> str:
 
 
 def _figures(report: Report) -> dict[str, str]:
-    """Return the placeholders of the sentences."""
     last = report.segments[-1]
     longest = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
     attempts = sum(len(job.attempts) for job in report.jobs)

@@ -178,7 +178,6 @@ class MeanIterations:
         sums["ranks"][at] += 1
 
     def _cover(self, first: int, last: int) -> None:
-        """Extend the array to cover the iterations ``first`` to ``last``."""
         if not len(self._sums):
             self._first = first
         before, after = max(0, self._first - first), max(0, last - self._first + 1 - len(self._sums))
