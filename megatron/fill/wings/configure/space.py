@@ -28,6 +28,7 @@ from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 _CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divide among the stages
 _NO_CHUNKS = "virtual stages: several stages, and layers that divide among them"
 _NO_STAGES = "--num-layers is divided among the stages, but for the first and the last"
+_SLOWER = 0.25  # layers that the last rank may be slower: layers take longer than their operations, which tell of it
 _MOST_MICROBATCH = 64  # samples; more fit no GPU with any sequence worth dividing
 
 
@@ -169,22 +170,23 @@ def _last_layers(model: ModelSpec) -> float:
 def _balanced(layers: int, pp: int, chunks: int, last: float) -> tuple[int, ...] | None:
     """Return layers of the virtual stages with which the last rank has as much to do as others, output included.
 
-    None if others would have as much as the last one has if layers are divided evenly, or would not gain half a layer.
+    Ranks and chunks that have a layer more are the last ones, which hold the fewest microbatches.  None if others would
+    have as much as the last one has if layers are divided evenly, or would not gain half a layer.
 
     Args:
         last: layers that take as long as what the last stage has beside its own.
     """
-    own = max(0, round((layers + last) / pp - last))
-    each, rest = divmod(layers - own, pp - 1)
-    even = layers // pp
-    if layers % pp == 0 and even + last - max(own + last, each + (rest > 0)) < 0.5:
+    slowest = {own: max(own + last, -(-(layers - own) // (pp - 1))) for own in range(layers // pp + 1)}
+    least = min(slowest.values())
+    if layers % pp == 0 and layers // pp + last - least < 0.5:
         return None
-    # the first rank has the embedding, so those in the middle have a layer more
-    ranks = [each + (0 < rank <= rest) for rank in range(pp - 1)]
+    own = max(own for own, its in slowest.items() if its <= least + _SLOWER)
+    each, rest = divmod(layers - own, pp - 1)
+    ranks = [each + (rank >= pp - 1 - rest) for rank in range(pp - 1)]
     virtual: list[int] = []
     for chunk in range(chunks):
-        # of each rank, early chunks have a layer more
-        virtual += [count // chunks + (chunk < count % chunks) for count in (*ranks, own)]
+        virtual += [count // chunks + (chunk >= chunks - count % chunks) for count in ranks]
+        virtual.append(own // chunks + (chunk < own % chunks))  # its last chunk has the output
     return tuple(virtual)
 
 
