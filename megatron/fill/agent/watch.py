@@ -42,29 +42,27 @@ def harshest(watchers: Iterable[Watcher]) -> Ending | None:
     return max(found, key=lambda ending: ending.how, default=None)
 
 
+@dataclass(eq=False, repr=False)
 class StopRequests:
-    """Watches one job for requests to end it (Watcher).
+    """Watches one job for requests to end it (Watcher)."""
 
-    Args:
-        held: the claim, in which the thread of ``Claims`` records the store's answers.
-        started_ns: start of the attempt, CLOCK_MONOTONIC.
-    """
+    context: AgentContext
+    held: HeldClaim  # the claim, in which the thread of ``Claims`` records the store's answers
+    log: StepLog
+    started_ns: int  # start of the attempt, CLOCK_MONOTONIC
 
-    def __init__(self, context: AgentContext, held: HeldClaim, log: StepLog, started_ns: int) -> None:
-        self._context = context
-        self._held = held
-        self._log = log
-        self._timeout_s = held.claim.job.work.timeout_s or math.inf
-        self._until_ns = started_ns + self._timeout_s * 1e9
+    def __post_init__(self) -> None:
+        self._timeout_s = self.held.claim.job.work.timeout_s or math.inf
+        self._until_ns = self.started_ns + self._timeout_s * 1e9
 
     def look(self) -> Ending | None:
-        if self._held.standing is Standing.LOST:
+        if self.held.standing is Standing.LOST:
             return Ending(How.CUT, Cause.CLAIM_LOST)
-        if self._context.control.state is RunState.KILLED:
+        if self.context.control.state is RunState.KILLED:
             return Ending(How.CUT, Cause.KILLED)
-        if self._context.over:
+        if self.context.over:
             return Ending(How.STOP, Cause.TRAINING_ENDED)
-        if self._held.standing is Standing.CANCELLED:
+        if self.held.standing is Standing.CANCELLED:
             return Ending(How.STOP, Cause.CANCELLED)
         if time.monotonic_ns() > self._until_ns:
             return Ending(How.STOP, Cause.TIMEOUT, f"{self._timeout_s:g}")
@@ -72,8 +70,8 @@ class StopRequests:
 
     def _may_move(self) -> bool:
         """True if another rank has asked for the job and it has been saved since, so that a move costs no work."""
-        log = self._log
-        if self._held.standing is not Standing.MOVE:
+        log = self.log
+        if self.held.standing is not Standing.MOVE:
             log.saving = Saving.NONE
         elif log.saving is Saving.NONE:
             log.saving = Saving.WANTED

@@ -38,14 +38,13 @@ class NodeRun:
 
     spec: WorkerSpec
     task: NodeTask  # the task, not created yet
-    known: tuple[JobProfile, ...] | None  # its profiles, one per configuration; None to measure them
+    profiles: tuple[JobProfile, ...] | None  # its profiles, one per configuration; None to measure them
     loop: StepLoop  # the loop that will run the task; gets the nodes' durations from the profile
     board: CycleBoardReader
     enter: Callable[[], None] = lambda: None  # ``TaskMachine.enter`` of the machines that measure it
 
     def __post_init__(self) -> None:
         self.directory = Path(self.spec.directory)
-        self.profiles: tuple[JobProfile, ...] = ()
         self.plan: ExecutionPlan | None = None
         self._cycle: BubbleCycle | None = None
         self._version = 0
@@ -58,13 +57,11 @@ class NodeRun:
             PlanError: no node list of any configuration fits the bubbles.
             TaskError: the job cannot be measured.
         """
-        profiles = self.known
-        if profiles is None:
+        if self.profiles is None:
             logger.info("no profile of this job on this device yet: measuring it")
-            profiles = self._measure()
-            if profiles is None:
+            self.profiles = self._measure()
+            if self.profiles is None:
                 return False
-        self.profiles = profiles
         self._cycle = self._wait_for_cycle()
         if self._cycle is None:
             return False
@@ -114,7 +111,7 @@ class NodeRun:
 
     def _replan(self, cycle: BubbleCycle) -> None:
         try:
-            best = best_plan(cycle, self.profiles, RESERVE_NS)
+            best = best_plan(cycle, self.profiles or (), RESERVE_NS)
         except PlanError as error:  # steps that still fit continue, since no better plan is known
             logger.warning("the bubbles have changed, and nothing fits them as measured: %s", error)
             return
@@ -132,7 +129,7 @@ class NodeRun:
 
     def _profile(self) -> JobProfile:
         assert self.plan is not None
-        return next(one for one in self.profiles if one.configuration == self.plan.configuration)
+        return next(one for one in self.profiles or () if one.configuration == self.plan.configuration)
 
     def _take(self, plan: ExecutionPlan) -> None:
         self.task.configure(plan.configuration)
