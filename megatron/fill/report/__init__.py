@@ -14,7 +14,6 @@ from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read
 from megatron.fill.report.account import account, account_records, timers
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
-from megatron.fill.report.drawn import Drawn, choose_drawn
 from megatron.fill.report.idle import print_account, print_timers
 from megatron.fill.report.jobs import Ask, job_reports
 from megatron.fill.report.schema import Report
@@ -22,6 +21,7 @@ from megatron.fill.report.seen import seen
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
 from megatron.fill.report.trace import write_trace
+from megatron.fill.report.window import Drawn, choose_drawn
 from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 
 __all__ = ["Ask", "Report", "compose", "print_report", "profile"]

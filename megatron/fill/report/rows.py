@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 
 from megatron.fill.display import plain_table
-from megatron.fill.report.drawn import MANY
 from megatron.fill.report.schema import Report, Totals
+from megatron.fill.report.window import MANY
 
 ALL = "all"
 

@@ -13,7 +13,6 @@ from rich.table import Table
 from megatron.fill.display import STATE_COLOURS, amount, counted, one_line, percent
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
-from megatron.fill.report.drawn import MANY
 from megatron.fill.report.idle import late_lines, print_account, print_timers
 from megatron.fill.report.rows import add_rows, listed, named_rows, new_table
 from megatron.fill.report.schema import (
@@ -29,6 +28,7 @@ from megatron.fill.report.schema import (
     Totals,
 )
 from megatron.fill.report.timeuse import TimeUse
+from megatron.fill.report.window import MANY
 from megatron.fill.types import PIPELINE_KINDS, JobState
 
 _GIB = 2**30

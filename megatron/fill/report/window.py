@@ -1,17 +1,19 @@
-"""The choice of the iterations to draw, and one time axis for the events of all ranks."""
+"""The choice of the ranks and iterations to draw, and one time axis for the events of all ranks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
 
 from megatron.fill.records import column
-from megatron.fill.types import Iteration, RankRecord, WorkerRecord
+from megatron.fill.report.build import SegmentSums
+from megatron.fill.types import Iteration, RankInfo, RankRecord, WorkerRecord
 
+MANY = 16  # ranks, above which they are not drawn or listed one by one
 _LOOK_BACK = 1000  # iterations considered, from the end
 _GAP = 1.1  # a window longer than its iterations by this factor contains something else, such as an evaluation
 
@@ -104,3 +106,46 @@ def _shifts(
             ends[node].append(means[home] - mean)
     shifts = {node: 0 if node == home else round(median(its)) for node, its in ends.items()}
     return {record.info.rank: shifts[record.info.node] for record in ranks}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The segment and the ranks that the picture and the trace show, by their numbers."""
+
+    segment: int
+    ranks: tuple[int, ...]
+    what: str  # description of the ranks, such as ``data-parallel rank 3 of 128``; empty if all ranks are drawn
+
+
+def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
+    """Choose the last segment in which jobs ran, or else the last one with iterations; None if there is none.
+
+    Of a segment with more than ``MANY`` ranks, one replica (the ranks with equal data- and tensor-parallel ranks) is
+    drawn: the one that harvested the most.
+    """
+    worth = [
+        (any(sums.harvested.values()), number) for number, sums in segments.items() if any(sums.iterations.values())
+    ]
+    if not worth:
+        return None
+    number = max(worth)[1]
+    sums = segments[number]
+    if len(sums.infos) <= MANY:
+        return Drawn(number, tuple(sorted(info.rank for info in sums.infos)), "")
+    replicas: dict[tuple[int, int], list[RankInfo]] = {}
+    for info in sorted(sums.infos, key=lambda info: info.rank):
+        replicas.setdefault((info.data_parallel_rank, info.tensor_parallel_rank), []).append(info)
+    place, infos = max(replicas.items(), key=lambda one: sum(sums.harvested[info.rank] for info in one[1]))
+    stages: dict[int, int] = {}
+    for info in infos:  # the first rank of each stage; context parallelism has several
+        stages.setdefault(info.stage, info.rank)
+    return Drawn(number, tuple(sorted(stages.values())), _what(place, list(replicas)))
+
+
+def _what(place: tuple[int, int], places: list[tuple[int, int]]) -> str:
+    parts = []
+    for at, name in enumerate(("data", "tensor")):
+        several = len({one[at] for one in places})
+        if several > 1:
+            parts.append(f"{name}-parallel rank {place[at]} of {several}")
+    return ", ".join(parts)

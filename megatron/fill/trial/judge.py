@@ -1,9 +1,9 @@
-"""Evaluation of a trial: from the records of its runs to its result."""
+"""Evaluation of a trial: from the records of its runs to its result, with hints for improving the job."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.fill import untrusted
@@ -13,7 +13,6 @@ from megatron.fill.folders import output_file
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import Cause, JobState, Then
-from megatron.fill.trial.hints import hints
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Steps, Trial, Use
 from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
@@ -21,6 +20,12 @@ from megatron.fill.worker.steptimes import nearest_rank
 
 _OUTPUT_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
+# Of hints:
+_MIB = 1 << 20
+_LONG = 0.2  # share of a bubble above which a step wastes a good part of it
+_SLOW = 0.1  # share of a bubble above which start() or pause() is slow
+_UNEVEN, _UNEVEN_MS = 3.0, 1.0  # ratio of p99 to median, and their difference, above which steps are uneven
+_FEW = 100  # number of steps below which p99 is not meaningful
 
 
 def judge(job: JobSpec, found: Examined, runs: Sequence[TrialTraining], size_bytes: int, options: Options) -> Trial:
@@ -59,7 +64,7 @@ def judge(job: JobSpec, found: Examined, runs: Sequence[TrialTraining], size_byt
         output=_output(last) if reason else [],
         folder=last.job.directory,
     )
-    trial.hints.extend(hints(trial, settings.max_overruns, found.nodes))
+    trial.hints.extend(_hints(trial, settings.max_overruns, found.nodes))
     return trial
 
 
@@ -161,3 +166,43 @@ def _output(last: TrialTraining) -> list[str]:
         return []
     starts = [at for at, line in enumerate(lines) if line == _TRACEBACK]
     return lines[starts[-1] :] if starts else lines[-_OUTPUT_LINES:]
+
+
+def _hints(trial: Trial, max_overruns: int, kinds: bool) -> Iterator[str]:
+    """Yield the hints, a sentence or two each; steps of several ``kinds`` (nodes) are expected to be uneven."""
+    for callback in ("start()", "pause()"):
+        took_ms = trial.callbacks_ms.get(callback, 0.0)
+        if took_ms > _SLOW * trial.bubble_ms:
+            yield f"{callback} took up to {took_ms:.3g} ms of a bubble of {trial.bubble_ms:g} ms."
+    if trial.ended is not Ended.OK:
+        return
+    if trial.steps is not None:
+        yield from _of_steps(trial.steps, trial.bubble_ms, kinds)
+    if trial.use is not None and trial.use.offences:
+        times = f"{trial.use.offences} times" if trial.use.offences > 1 else "once"
+        beyond = f"It ran on after its bubble by more than {trial.grace_ms:g} ms (grace_ms) {times}"
+        yield f"{beyond}; {max_overruns} times (max_overruns) end a job."
+    if trial.memory_bytes is None and trial.peak_bytes:
+        cap_mib = -(-3 * trial.peak_bytes // (2 * 64 * _MIB)) * 64  # 1.5 times the peak, in steps of 64 MiB
+        yield f"It has no cap: with `memory: {cap_mib}MiB` it could harm nobody beyond that."
+    if trial.command or trial.checkpoint.outcome is RoundTrip.NOT_RESUMABLE:
+        what = "A command" if trial.command else "Without state_dict() and load_state_dict() it"
+        yield f"{what} begins again from its start in every run that does not finish it."
+    elif trial.checkpoint.outcome is RoundTrip.NEVER_SAVED:
+        yield "It was done before it could be saved: with more work, its checkpoint would be tried too."
+
+
+def _of_steps(steps: Steps, bubble_ms: float, kinds: bool) -> Iterator[str]:
+    if steps.p50_ms > bubble_ms:
+        yield (
+            f"A step takes {steps.p50_ms:.3g} ms and a bubble {bubble_ms:g} ms: beside a training on a GPU hardly any "
+            "would begin. Make steps shorter."
+        )
+    elif steps.p50_ms > _LONG * bubble_ms:
+        lost = steps.p50_ms / 2 / bubble_ms
+        yield f"Half a step is lost in every bubble, {lost:.0%} of it here: shorter steps use more."
+    if kinds or steps.count < _FEW:
+        return
+    if steps.p99_ms > _UNEVEN * steps.p50_ms and steps.p99_ms - steps.p50_ms > _UNEVEN_MS:
+        times = f"{steps.p99_ms / steps.p50_ms:.0f} times the median"
+        yield f"The slowest steps take {times}: if that is their nature, tell kinds of steps apart with next_node."
