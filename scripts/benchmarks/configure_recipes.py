@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,7 @@ from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.links import Links
-from megatron.fill.wings.configure.ranked import MODEL_ERROR, ranks
+from megatron.fill.wings.configure.ranked import MODEL_ERROR, parts, ranks
 from megatron.fill.wings.configure.search import Proposal, search
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -214,6 +214,7 @@ class Found:
     Attributes:
         place_of_any: place if rows that differ in nothing but the number of virtual stages count once.
         over_first: by how much it is slower than the fastest; None if it does not fit by the accounting.
+        more: what it has more of than the fastest, as shares of that one's time, by part.
         search_s: CPU time of the search.
     """
 
@@ -222,6 +223,7 @@ class Found:
     place_of_any: int | None
     rank: int | None
     over_first: float | None
+    more: dict[str, float]
     error: float | None
     first: Proposal
     search_s: float
@@ -229,7 +231,9 @@ class Found:
     def row(self) -> dict[str, Any]:
         """Its figures, and layouts as in ``_SHAPE``; no measured time."""
         shape, first = (" ".join(map(str, its)) for its in (self.published.shape, shape_of(self.first.parallel)))
-        figures = {name: getattr(self, name) for name in ("place", "place_of_any", "rank", "over_first", "error")}
+        figures = {
+            name: getattr(self, name) for name in ("place", "place_of_any", "rank", "over_first", "more", "error")
+        }
         return {"shape": shape, "first": first, **figures, "search_s": round(self.search_s, 1)}
 
 
@@ -247,17 +251,22 @@ def find(one: Published, top: int = 40) -> Found:
     times = sorted(its.iteration_s for its in found)
     shapes = [shape_of(its.parallel) for its in found]
     place = _place(one.shape, shapes)
-    own = found[place - 1].iteration_s if place else _own_s(training, cluster, links, one.shape)
-    rank = None
+    own = found[place - 1] if place else _own(training, cluster, links, one.shape)
+    rank, over_first, error, more = None, None, None, {}
     if own is not None:
-        rank = ranks([its for its in times if its < own] + [own], MODEL_ERROR)[-1]
+        fastest = min(found, key=lambda its: its.iteration_s)
+        rank = ranks([its for its in times if its < own.iteration_s] + [own.iteration_s], MODEL_ERROR)[-1]
+        over_first, error = own.iteration_s / times[0] - 1, own.iteration_s / one.measured_s - 1
+        has, had = (asdict(parts(its, training, cluster, None)) for its in (own, fastest))
+        more = {name.removesuffix("_s"): round((has[name] - had[name]) / times[0], 4) for name in has}
     return Found(
         one,
         place,
         _place(_of_any(one.shape), list(dict.fromkeys(map(_of_any, shapes)))),
         rank if rank and rank <= len(times) else None,
-        None if own is None else own / times[0] - 1,
-        None if own is None else own / one.measured_s - 1,
+        over_first,
+        more,
+        error,
         found[0],
         search_s,
     )
@@ -273,11 +282,11 @@ def _of_any(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:at] + shape[at + 1 :]
 
 
-def _own_s(training: Training, cluster: Cluster, links: Links, shape: Sequence[int]) -> float | None:
-    """Seconds of the published layout, with the least recomputation that fits; None if there is no such layout."""
+def _own(training: Training, cluster: Cluster, links: Links, shape: Sequence[int]) -> Proposal | None:
+    """The published layout, with the least recomputation that fits; None if there is no such layout."""
     fixed = dict(training.fixed) | dict(zip(_SHAPE, shape, strict=True))
     try:
-        return search(replace(training, fixed=fixed), cluster, links, 1).proposals[0].iteration_s
+        return search(replace(training, fixed=fixed), cluster, links, 1).proposals[0]
     except ConfigError:
         return None
 
@@ -309,7 +318,8 @@ def _print(its: Found) -> None:
     print(
         f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.place_of_any or '-':>4} "
         f"{its.rank or '-':>4} {shown[0]} "
-        f"{shown[1]}  first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, {best.peak_bytes / GIB:.0f} GiB; "
+        f"{shown[1]} {its.more} first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, "
+        f"{best.peak_bytes / GIB:.0f} GiB; "
         f"searched for {its.search_s:.0f} s",
         flush=True,
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.fill.wings.mainjob.memory import StageMemory, embeddings, expert_parameters, stage_parameters
+from megatron.fill.wings.mainjob.memory import StageMemory, embeddings, optimizer_parameters, stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.wings.mainjob.tape import Sizes, kept_bytes, layer_tape, peak_bytes, sizes
@@ -108,7 +108,8 @@ def _micro_batch(
     )
     size = sizes(model, its)
     mask = model.sequence**2 / its.cp if model.kernels.masked else 0.0
-    work = size.residual + size.whole + _embedding_bytes(model, its) + _positions_bytes(model, its)
+    positions = model.positions * model.hidden * its.precision.weight_bytes
+    work = size.residual + size.whole + _embedding_bytes(model, its) + positions
     output, output_peak = _output(model, its, size)
     there = bool(model.vocabulary)
     return MicroBatch(
@@ -244,10 +245,6 @@ def _output_gradient_bytes(model: ModelSpec, its: Parallel) -> float:
     return 0.0 if model.kernels.accumulated else _embedding_bytes(model, its)
 
 
-def _positions_bytes(model: ModelSpec, its: Parallel) -> float:
-    return model.positions * model.hidden * its.precision.weight_bytes
-
-
 def _buffer_bytes(model: ModelSpec, its: Parallel, size: Sizes) -> int:
     """Return the bytes of Megatron's global buffer, for local layers' attention scores and gathered sequences."""
     gathered = size.whole if its.tp > 1 and its.sequence_parallel else 0.0
@@ -263,10 +260,7 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
         peak: peak bytes of the schedule's passes there, as from ``pipeline.bubbles.peak_pass_bytes``.
     """
     parameters = stage_parameters(model, its, rank)
-    experts = expert_parameters(model, its, rank)
-    divisor = its.replicas if its.distributed_optimizer else 1
-    expert_divisor = its.expert_replicas if its.distributed_optimizer else 1
-    divided = (parameters - experts) / divisor + experts / expert_divisor
+    divided = optimizer_parameters(model, its, rank)
     precision = its.precision
     copied = model.kernels.fp8 and not model.kernels.fp8_weights
     copies = model.kernels.fp8_copies * parameters if copied else 0.0  # as 8-bit numbers

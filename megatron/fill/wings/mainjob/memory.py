@@ -72,6 +72,15 @@ def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     return layers * model.expert_parameters / (parallel.expert_width * parallel.ep)
 
 
+def optimizer_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
+    """Return the number of parameters on one GPU of a stage that its optimizer has the state of."""
+    parameters = stage_parameters(model, parallel, rank)
+    if not parallel.distributed_optimizer:
+        return parameters
+    experts = expert_parameters(model, parallel, rank)
+    return (parameters - experts) / parallel.replicas + experts / parallel.expert_replicas
+
+
 def _layers(model: ModelSpec, parallel: Parallel, held: Sequence[int]) -> tuple[int, int]:
     """Return the number of layers without experts, where others have some, and of others in these virtual stages."""
     dense, every = (
@@ -142,13 +151,9 @@ def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_by
     """
     parameters = stage_parameters(model, parallel, rank)
     precision = parallel.precision
-    experts = expert_parameters(model, parallel, rank)
-    divisor = parallel.replicas if parallel.distributed_optimizer else 1
-    expert_divisor = parallel.expert_replicas if parallel.distributed_optimizer else 1
-    divided = (parameters - experts) / divisor + experts / expert_divisor
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
-        optimizer_bytes=round(divided * precision.optimizer_bytes),
+        optimizer_bytes=round(optimizer_parameters(model, parallel, rank) * precision.optimizer_bytes),
         activations_bytes=activations_bytes + working_bytes(model, parallel),
     )
