@@ -167,8 +167,9 @@ def _install_account(stack: contextlib.ExitStack) -> None:
     kinds = [base]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        for name in {"step", "zero_grad"} & vars(kind).keys():
-            replace(stack, kind, name, _accounted(getattr(kind, name), "optimizer"))
+        for name, what in (("step", "optimizer"), ("zero_grad", "gradients")):
+            if name in vars(kind):
+                replace(stack, kind, name, _accounted(getattr(kind, name), what))
 
 
 def _looped(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,6 +129,41 @@ print(seen, attached.spans)
 """
 
 
+OF_OPTIMIZERS = """
+import pipefill_patches
+
+pipefill_patches.apply(("cpu_backend", "training_loop"))
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.fill.hooks import bus
+
+class Nothing:
+    def zero_grad(self, set_to_none=True):
+        print("zero_grad in", sorted(bus.account.snapshot()))
+
+    def step(self):
+        print("step in", sorted(bus.account.snapshot()))
+
+its = object.__new__(ChainedOptimizer)
+its.chained_optimizers = [Nothing()]
+bus.account.begin(0)
+ChainedOptimizer.zero_grad(its)
+try:
+    ChainedOptimizer.step(its)
+except Exception:
+    print("step in", sorted(bus.account.snapshot()))
+"""
+
+
+def test_zeroing_gradients_is_no_step_of_the_optimizer():
+    """Whoever looks for the first step would find one before the first pass, and no wait for another stage with it."""
+    done = python("-c", OF_OPTIMIZERS, megatron=True, PIPEFILL_CPU_BACKEND="1")
+    assert done.returncode == 0, done.stderr
+    zeroing, step = (line for line in done.stdout.splitlines() if " in [" in line)
+    assert "'gradients'" in zeroing
+    assert "'optimizer'" not in zeroing
+    assert "'optimizer'" in step
+
+
 def test_who_looks_for_spans_is_called_as_an_iteration_begins_and_an_error_there_harms_nobody():
     done = python("-c", STEPS, megatron=True)
     assert done.returncode == 0, done.stderr[-3000:]

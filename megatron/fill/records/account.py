@@ -49,7 +49,7 @@ class AccountRecord:
 
     @property
     def blind(self) -> bool:
-        """True if an optimizer step of several stages has ended and no wait was seen."""
+        """True if an optimizer step of several stages has begun and no wait was seen."""
         return self.stages > 1 and not self.waited and "optimizer" in self.spent
 
 
