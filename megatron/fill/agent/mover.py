@@ -30,23 +30,14 @@ _YIELD = 0.7  # share of bubble time that a resident job uses
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A tail job, and its expected speed on an idle device.
+    """A tail job, and its expected speed on an idle device."""
 
-    Attributes:
-        job: number of the job.
-        speed: current speed, per wall-clock second; in any unit, the same as ``elsewhere``.
-        elsewhere: expected speed on the idle device.
-        left_s: remaining time where it is; infinity if it makes no progress there, None if unknown.
-        ran_s: time that it has run there.
-        startup_s: start-up time of its worker.
-    """
-
-    job: int
-    speed: float
-    elsewhere: float
-    left_s: float | None
-    ran_s: float
-    startup_s: float
+    job: int  # number of the job
+    speed: float  # current speed, per wall-clock second; in any unit, the same as ``elsewhere``
+    elsewhere: float  # expected speed on the idle device
+    left_s: float | None  # remaining time where it is; infinity if it makes no progress there, None if unknown
+    ran_s: float  # time that it has run there
+    startup_s: float  # start-up time of its worker
 
     @property
     def gain_s(self) -> float:
