@@ -12,10 +12,9 @@ import pytest
 
 from megatron.fill import cli
 from megatron.fill.errors import ConfigError, GraphError
-from megatron.fill.wings.graph.coarse import coarsen
 from megatron.fill.wings.graph.cost import Cluster
 from megatron.fill.wings.graph.draw import _places, draw_plan
-from megatron.fill.wings.graph.export import export_model
+from megatron.fill.wings.graph.export import coarsen, export_model
 from megatron.fill.wings.graph.files import load_model, load_plan, plan_json, plan_text
 from megatron.fill.wings.graph.model import ModelGraph, Operator
 from megatron.fill.wings.graph.search import micro_batches, plan_graph

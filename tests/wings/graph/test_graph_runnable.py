@@ -59,8 +59,8 @@ def test_series_parallel_stages_never_wait_for_each_other():
 
 def test_the_warm_up_is_counted_to_the_farthest_sink():
     run = Runnable(plan([(0, 1), (1, 3), (2, 3)], 4), 4)
-    assert run.after == (2, 1, 1, 0)
-    assert run.successors == ((1,), (3,), (3,), ())
+    assert run.plan.after == (2, 1, 1, 0)
+    assert run.plan.successors == ((1,), (3,), (3,), ())
     assert run.outputs == (("o0",), ("o1",), ("o2",), ())
 
 

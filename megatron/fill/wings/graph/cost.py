@@ -40,7 +40,6 @@ class Cluster:
 
     @property
     def device_bytes(self) -> int:
-        """The memory of one device."""
         return self.gpu.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
     def passes_s(self, operator: Operator, input_bytes: float, samples: int) -> tuple[float, float]:

@@ -55,13 +55,7 @@ def draw_plan(path: Path, timeline: GraphTimeline) -> None:
 
 def _places(plan: Plan) -> list[tuple[int, int]]:
     """Return a column and a lane for each stage: columns by distance from the end, one lane per branch."""
-    count = len(plan.stages)
-    targets: list[list[int]] = [[] for _ in range(count)]
-    for source, target in plan.edges:
-        targets[source].append(target)
-    ahead = [0] * count
-    for stage in reversed(range(count)):
-        ahead[stage] = max((1 + ahead[to] for to in targets[stage]), default=0)
+    count, targets, ahead = len(plan.stages), plan.successors, plan.after
     deepest = max(ahead)
     lanes: list[int] = [-1] * count
     taken: set[tuple[int, int]] = set()

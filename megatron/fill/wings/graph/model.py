@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from math import isfinite
 
 from megatron.fill.errors import GraphError
@@ -106,14 +107,13 @@ class ModelGraph:
                     )
         if trained := next((operator.name for operator in self.ahead if not operator.frozen), None):
             raise GraphError(f"{self.name}: operator {trained} runs ahead; expected a frozen one")
-        if self.ahead:
-            ModelGraph(self.name, self.ahead)  # a cycle among them is found there
-        if len(self.order) < len(self.operators):
-            raise GraphError(f"{self.name}: has the cycle {' -> '.join(self._cycle())}; expected none")
+        try:
+            TopologicalSorter({its.name: its.inputs for its in self.by_name.values()}).prepare()
+        except CycleError as error:
+            raise GraphError(f"{self.name}: has the cycle {' -> '.join(error.args[1])}; expected none") from None
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Position of each operator, by name."""
         return {operator.name: at for at, operator in enumerate(self.operators)}
 
     @cached_property
@@ -123,7 +123,6 @@ class ModelGraph:
 
     @cached_property
     def everything(self) -> int:
-        """The set of all operators."""
         return (1 << len(self.operators)) - 1
 
     @cached_property
@@ -142,7 +141,7 @@ class ModelGraph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Topological order with each branch in one piece; operators on or behind a cycle are missing."""
+        """Topological order with each branch in one piece."""
         done = 0
         found: list[int] = []
         stack = [at for at in reversed(range(len(self.operators))) if not self.inputs[at]]
@@ -187,7 +186,6 @@ class ModelGraph:
         return replace(self, operators=trained, ahead=(*self.ahead, *frozen))
 
     def mask(self, names: Iterable[str]) -> int:
-        """The set of the named operators."""
         found = 0
         for name in names:
             found |= 1 << self.position[name]
@@ -196,13 +194,3 @@ class ModelGraph:
     def names(self, mask: int) -> tuple[str, ...]:
         """The names of a set's operators, each after its inputs."""
         return tuple(self.operators[at].name for at in self.order if mask >> at & 1)
-
-    def _cycle(self) -> list[str]:
-        left = set(range(len(self.operators))) - set(self.order)
-        at = next(iter(left))
-        seen: list[int] = []
-        while at not in seen:  # backwards: an operator behind a cycle may have none of them after it
-            seen.append(at)
-            at = next(source for source in members(self.inputs[at]) if source in left)
-        cycle = [*seen[seen.index(at) :], at][::-1]
-        return [self.operators[at].name for at in cycle]

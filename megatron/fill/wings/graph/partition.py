@@ -175,7 +175,7 @@ class Partitioner:
             first = next(at for at, count in enumerate(counts) if count)
             branch = kinds[first][-counts[first]]
             singles = self._moved(branch, need)
-            yield from beside(singles, _less(counts, first, 1))
+            yield from beside(singles, _less(counts, first))
             if whole[first] is None:
                 return
             others = [
@@ -186,11 +186,11 @@ class Partitioner:
             for vector in product(*others):
                 if not any(vector):
                     continue
-                mask, left = operators(branch), _less(counts, first, 1)
+                mask, left = operators(branch), _less(counts, first)
                 for at, count in enumerate(vector):
                     for _ in range(count):
                         mask |= operators(kinds[at][-left[at]])
-                        left = _less(left, at, 1)
+                        left = _less(left, at)
                 if self._options.fits(mask, room):
                     yield from beside(self._options.stages(mask, need, room), left)
 
@@ -213,7 +213,6 @@ class Partitioner:
         return tuple(entry._replace(link=Link(None, (entry.link,), moved)) for entry in found)
 
     def _by_kind(self, block: tuple[Chain, ...]) -> dict[Chain, list[Chain]]:
-        """Group a block's branches by kind."""
         found: dict[Chain, list[Chain]] = {}
         for branch in block:
             found.setdefault(self._kind(branch), []).append(branch)
@@ -239,8 +238,8 @@ class Partitioner:
         return self._kinds[branch]
 
 
-def _less(counts: tuple[int, ...], at: int, by: int) -> tuple[int, ...]:
-    return (*counts[:at], counts[at] - by, *counts[at + 1 :])
+def _less(counts: tuple[int, ...], at: int) -> tuple[int, ...]:
+    return (*counts[:at], counts[at] - 1, *counts[at + 1 :])
 
 
 def _shape(chain: Chain) -> object:

@@ -12,7 +12,6 @@ from megatron.fill.errors import GraphError
 from megatron.fill.pipeline.schedule import Op, Pass, execution_order
 from megatron.fill.wings.graph.cost import Cluster, Costs
 from megatron.fill.wings.graph.model import ModelGraph, members
-from megatron.fill.wings.graph.ranges import parse_ranges, say_ranges
 from megatron.fill.wings.graph.schedule import passes
 
 _HEAD = re.compile(r"graph plan of (.+): (\d+) samples, (\d+) stages?(, sequential)?")
@@ -119,17 +118,12 @@ class Plan:
         for row in rows:
             numbers.append({op: count + at for at, op in enumerate(row)})
             count += len(row)
-        sources: list[list[int]] = [[] for _ in rows]
-        targets: list[list[int]] = [[] for _ in rows]
-        for source, target in self.edges:
-            targets[source].append(target)
-            sources[target].append(source)
         found = []
         for stage, row in enumerate(rows):
-            mine = self.stages[stage].micro_batch
+            mine, sources = self.stages[stage].micro_batch, self.predecessors(stage)
             entries = []
             for op in row:
-                others = sources[stage] if op.kind is Pass.FORWARD else targets[stage]
+                others = sources if op.kind is Pass.FORWARD else self.successors[stage]
                 last = (op.microbatch + 1) * mine - 1  # sample
                 needs: list[tuple[int, int | None]] = [
                     (numbers[other][Op(op.kind, last // self.stages[other].micro_batch)], other) for other in others
@@ -140,17 +134,27 @@ class Plan:
             found.append(entries)
         return found
 
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the stages that take its output, or that wait for it in a sequential plan."""
+        edges, stages = sorted(self.edges), range(len(self.stages))
+        return tuple(tuple(to for source, to in edges if source == stage) for stage in stages)
+
+    @cached_property
+    def after(self) -> tuple[int, ...]:
+        """Per stage, the number of stages on the longest path behind it."""
+        found = [0] * len(self.stages)
+        for stage in reversed(range(len(found))):
+            found[stage] = max((1 + found[to] for to in self.successors[stage]), default=0)
+        return tuple(found)
+
     @property
     def depth(self) -> int:
         """Number of stages on the longest path."""
-        depths: list[int] = []
-        for stage in range(len(self.stages)):
-            depths.append(1 + max((depths[source] for source in self.predecessors(stage)), default=0))
-        return max(depths)
+        return 1 + max(self.after)
 
     @property
     def devices(self) -> int:
-        """Number of devices in use."""
         return sum(len(stage.devices) for stage in self.stages)
 
     def time_per_sample_s(self, stage: int) -> float:
@@ -252,7 +256,7 @@ class Plan:
         count = counted(len(self.stages), "stage")
         lines = [f"graph plan of {self.graph.name}: {self.batch} samples, {count}{', sequential' * self.sequential}:"]
         for number, its in enumerate(self.stages):
-            shape = f"devices {say_ranges(its.devices)}, micro-batch {its.micro_batch}, {its.k}F{its.k}B"
+            shape = f"devices {_say_ranges(its.devices)}, micro-batch {its.micro_batch}, {its.k}F{its.k}B"
             lines.append(f"{number}: {shape}, in flight {its.in_flight}: {' '.join(its.operators)}")
         if self.graph.ahead:
             lines.append(_AHEAD + " ".join(its.name for its in self.graph.ahead))
@@ -288,8 +292,32 @@ class Plan:
                     f"line {number + 2} is {row!r}; expected such as"
                     f" '{number}: devices 0-1, micro-batch 2, 1F1B, in flight 4: a b'"
                 )
-            devices = parse_ranges(found[2], number + 2)
+            devices = _parse_ranges(found[2], number + 2)
             stages.append(Stage(tuple(found[7].split()), devices, int(found[3]), int(found[4]), int(found[6])))
         if len(stages) != int(match[3]):
             raise GraphError(f"line 1 says {match[3]} stages, and there are {len(stages)}")
         return cls(graph, cluster, int(match[2]), tuple(stages), match[4] is not None)
+
+
+def _say_ranges(numbers: tuple[int, ...]) -> str:
+    """Return numbers as ranges: ``0-2,5`` for 0, 1, 2 and 5, and ``none`` for none."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or "none"
+
+
+def _parse_ranges(text: str, line: int) -> tuple[int, ...]:
+    """Parse the text that ``_say_ranges`` returns, of this line of a plan."""
+    if text == "none":
+        return ()
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+        if match is None:
+            raise GraphError(f"line {line}: devices are {text!r}; expected such as 0-2,5")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(found)

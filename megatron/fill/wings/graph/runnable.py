@@ -49,22 +49,6 @@ class Runnable:
         return self.plan.batch // self.micro_batch
 
     @cached_property
-    def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the stages that take its output."""
-        edges = self.plan.edges
-        return tuple(
-            tuple(sorted(to for source, to in edges if source == stage)) for stage in range(len(self.plan.stages))
-        )
-
-    @cached_property
-    def after(self) -> tuple[int, ...]:
-        """Per stage, the number of stages on the longest path behind it, which is its number of warm-up passes."""
-        found = [0] * len(self.plan.stages)
-        for stage in reversed(range(len(found))):
-            found[stage] = max((1 + found[to] for to in self.successors[stage]), default=0)
-        return tuple(found)
-
-    @cached_property
     def outputs(self) -> tuple[tuple[str, ...], ...]:
         """Per stage, the operators whose output other stages take, in the graph's order."""
         graph = self.plan.graph
@@ -84,7 +68,8 @@ class Runnable:
     @property
     def received_ahead(self) -> int:
         """Maximum number of microbatches that a stage receives ahead of its next forward pass."""
-        return max((self.after[source] - self.after[to] - 1 for source, to in self.plan.edges), default=0)
+        after = self.plan.after
+        return max((after[source] - after[to] - 1 for source, to in self.plan.edges), default=0)
 
     @cached_property
     def ahead(self) -> tuple[tuple[str, ...], ...]:
@@ -117,10 +102,10 @@ class Runnable:
                     f"stage {number} has {its.k}F{its.k}B with micro-batches of {its.micro_batch}; expected 1F1B with"
                     f" {self.micro_batch}, as in stage 0: a plan made with --micro-batches"
                 )
-            flight = min(self.microbatches, self.after[number] + 1) * self.micro_batch
+            flight = min(self.microbatches, plan.after[number] + 1) * self.micro_batch
             if its.in_flight != flight:
                 return f"stage {number} has {its.in_flight} samples in flight; expected {flight}, as the schedule has"
-            if self.successors[number] and all(plan.graph.by_name[name].frozen for name in self.outputs[number]):
+            if plan.successors[number] and all(plan.graph.by_name[name].frozen for name in self.outputs[number]):
                 return (
                     f"stage {number} sends only what frozen operators return, so no gradient comes back to it; expected"
                     " a trained operator's output, or a plan made with --ahead"
@@ -153,8 +138,8 @@ class Runnable:
 
     def _meetings(self, stage: int) -> list[tuple[tuple[int, int], _Meeting]]:
         """Return a stage's exchanges of one iteration in the patched communicator's order, each with its edge."""
-        count, after = self.microbatches, self.after
-        targets = sorted(self.successors[stage], key=lambda to: -after[to])
+        count, after = self.microbatches, self.plan.after  # as many warm-up passes as there are stages behind
+        targets = sorted(self.plan.successors[stage], key=lambda to: -after[to])
         ahead = {source: after[source] - after[stage] - 1 for source in self.plan.predecessors(stage)}
         sources = sorted(ahead, key=lambda source: ahead[source])
         found: list[tuple[tuple[int, int], _Meeting]] = []

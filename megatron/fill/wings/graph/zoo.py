@@ -17,7 +17,6 @@ _TABLE_BYTES = 4  # per number of an embedding table
 
 
 def _layer(name: str, inputs: tuple[str, ...], spec: ModelSpec) -> Operator:
-    """A layer of a transformer."""
     layout = Parallel(tp=1, pp=1, dp=1, microbatch=1, global_batch=1)
     return Operator(
         name=name,
@@ -36,14 +35,15 @@ def _tower(name: str, spec: ModelSpec, first: tuple[str, ...] = ()) -> list[Oper
     return found
 
 
-def _linear(name: str, inputs: tuple[str, ...], width_in: int, width: int) -> Operator:
+def _linear(name: str, inputs: tuple[str, ...], width_in: int, width: int, tokens: int = 1) -> Operator:
+    """A linear layer, for each token of a sample."""
     return Operator(
         name=name,
         inputs=inputs,
-        forward_flops=2.0 * width_in * width,
+        forward_flops=2.0 * tokens * width_in * width,
         parameters=(width_in + 1) * width,
-        output_bytes=width * _BYTES,
-        kept_bytes=(width_in + width) * _BYTES,
+        output_bytes=tokens * width * _BYTES,
+        kept_bytes=tokens * (width_in + width) * _BYTES,
     )
 
 
@@ -111,22 +111,11 @@ def two_tower() -> ModelGraph:
     vision = _tower("vision", transformer_spec(12, 1024, 16, 576))
     audio = _tower("audio", transformer_spec(6, 768, 12, 512))
     project = [
-        _projector("vision.projector", vision[-1].name, 576, 1024, 1024),
-        _projector("audio.projector", audio[-1].name, 512, 768, 1024),
+        _linear("vision.projector", (vision[-1].name,), 1024, 1024, tokens=576),
+        _linear("audio.projector", (audio[-1].name,), 768, 1024, tokens=512),
     ]
     language = _tower("language", transformer_spec(24, 1024, 16, 1536), tuple(its.name for its in project))
     return ModelGraph("two-tower", (*vision, *audio, *project, *language))
-
-
-def _projector(name: str, taken: str, tokens: int, width_in: int, width: int) -> Operator:
-    return Operator(
-        name=name,
-        inputs=(taken,),
-        forward_flops=2.0 * tokens * width_in * width,
-        parameters=(width_in + 1) * width,
-        output_bytes=tokens * width * _BYTES,
-        kept_bytes=tokens * (width_in + width) * _BYTES,
-    )
 
 
 MODELS: dict[str, Callable[[], ModelGraph]] = {"mmt": mmt, "dlrm": dlrm, "candle": candle, "two-tower": two_tower}

@@ -11,10 +11,13 @@ This is work of the training itself, in its own process: unlike a job's, its res
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.fill.errors import GraphError
 from megatron.fill.hooks import Callback
-from megatron.fill.wings.graph.running.calls import CallThread
+from pipefill_patches import cpu_backend
 
 _REMEMBERED = 8  # number of recent waits kept per place in the schedule
 _NEVER = 1 << 62  # number of a microbatch that never comes
@@ -285,3 +288,28 @@ def turns(bubbles: Sequence[float]) -> tuple[int, ...]:
         credits[chosen] -= sum(weights)
         found.append(chosen)
     return tuple(found)
+
+
+class CallThread:
+    """A daemon thread that makes calls, one at a time; a call that waits does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._make, name="pipefill-waits", daemon=True).start()
+
+    def submit[T](self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _make(self) -> None:
+        if cpu_backend.PATCH.applied:  # torch function modes are per thread
+            from pipefill_patches.cpu_torch import CudaOnCpu
+
+            CudaOnCpu().__enter__()
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)

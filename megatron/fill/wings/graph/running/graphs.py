@@ -100,7 +100,7 @@ class _Stage(MegatronModule):
             values |= self._run.unpacked(int(stage), tensor)
         for name, inputs in self._order:
             values[name] = self.operators[_key(name)]([values[source] for source in inputs], batch)
-        if not self._run.runnable.successors[self._number]:
+        if not self._run.plan.successors[self._number]:
             return values[self._order[-1][0]]
         found = self._run.packed(self._number, values)
         # Megatron frees a tensor once it is sent, which it cannot do with a view of another tensor.
@@ -198,11 +198,10 @@ class GraphRun:
         return module.requires_grad_(not self.plan.graph.by_name[name].frozen)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any] | None]:
-        """Run the forward pass of a microbatch on this stage."""
         number = mpu.get_pipeline_model_parallel_rank()
         taken = next(data_iterator) if self.ahead is None else self.ahead.next_batch(data_iterator, model.training)
         output = model({name: tensor.cuda(non_blocking=True) for name, tensor in taken.items()})
-        if self.runnable.successors[number]:
+        if self.plan.successors[number]:
             return {str(number): output}, None
         return output, _loss
 
@@ -248,7 +247,7 @@ class GraphRun:
     def _pipeline(self, config: Any, groups: ProcessGroupCollection) -> multimodule.Pipeline:
         mine = str(mpu.get_pipeline_model_parallel_rank())
         grids, topology = {}, {}
-        for number, successors in enumerate(self.runnable.successors):
+        for number, successors in enumerate(self.plan.successors):
             grids[str(number)] = HyperCommGrid([1, 1, 1, 1], ["tp", "cp", "pp", "dp"], rank_offset=number)
             grids[str(number)].create_pg("pp")
             topology[str(number)] = [str(to) for to in successors]
