@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_wherever_the_file_is_cut_each_request_is_answered_once(cut: int, torn: 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.jsonl"
         path.write_bytes(WHOLE[:cut] + torn.replace(b"\n", b"\0"))
-        with AnswerFile(path) as file:
+        with closing(AnswerFile(path)) as file:
             assert len(file) <= WHOLE[:cut].count(b"\n") + 1
             for one, line in zip(ASKED, LINES, strict=True):
                 if not file.answered(one):
@@ -94,14 +95,14 @@ def test_what_comes_after_a_line_that_a_power_failure_lost_is_dropped(tmp_path: 
     path = tmp_path / "answers.jsonl"
     first, *rest = WHOLE.splitlines(keepends=True)
     path.write_bytes(first + b"\0" * 50 + b"\n" + b"".join(rest))
-    with AnswerFile(path) as file:
+    with closing(AnswerFile(path)) as file:
         assert len(file) == 1
         assert file.answered(ASKED[0])
     assert path.read_bytes() == first
 
 
 def test_a_request_is_not_answered_twice(tmp_path: Path) -> None:
-    with AnswerFile(tmp_path / "answers.jsonl") as file:
+    with closing(AnswerFile(tmp_path / "answers.jsonl")) as file:
         file.write(LINES[0])
         with pytest.raises(ValueError, match="answered already"):
             file.write(LINES[0])
@@ -116,7 +117,7 @@ def test_a_full_disk_leaves_no_torn_line(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(fd, data[: room - offset], offset)
 
-    with AnswerFile(path) as file:
+    with closing(AnswerFile(path)) as file:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", into_what_is_left)
             file.write(LINES[0])

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.cli import main
+from megatron.fill.wings.llm import verify
 from megatron.fill.wings.llm.chance import Chance, Sampled, outcomes
 from megatron.fill.wings.llm.speccheck import EXACT, CheckedCase, cases, check, random_model
 from megatron.fill.wings.llm.tree import Draft, Model, TokenTree, drawn, expand
-from megatron.fill.wings.llm.verify import Rule, Target, greedy, matching, multi_step, traversal
+from megatron.fill.wings.llm.verify import Rule, Target, matching, multi_step, traversal
 
 LOSSLESS = [matching, multi_step, traversal]
 QUICK = cases(quick=True)
@@ -152,9 +153,8 @@ def test_greedy_takes_the_path_of_the_best_tokens():
     two = tree.add(one, 3, half)
     tree.add(0, 1, half)
     answers = {0: [0, 0, 1, 0], one: [0, 0, 0, 1], two: [1, 0, 0, 0]}
-    chance = Sampled(np.random.default_rng(0))
-    assert greedy(tree, lambda node: np.array(answers[node], float), chance) == [2, 3, 0]
-    assert greedy(tree, lambda node: np.array([1.0, 0, 0, 0]), chance) == [0]
+    assert verify.follow(tree, lambda node: int(np.argmax(answers[node]))) == [2, 3, 0]
+    assert verify.follow(tree, lambda node: 0) == [0]
 
 
 def test_a_node_attends_to_its_ancestors_and_draws_of_one_token_share_a_node():

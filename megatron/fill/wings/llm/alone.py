@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,6 @@ from megatron.fill.wings.llm.batch import BatchJob
 from megatron.fill.wings.llm.fitting import claimed_bytes
 
 _SHARE = 0.8  # of the memory that is free now, without --memory
-
-
-@dataclass(frozen=True, slots=True)
-class AloneRun:
-    """Part of the answers that one process generated.
-
-    Attributes:
-        before: requests that an earlier process had answered.
-        tokens: number of tokens generated here.
-        seconds: time that this took, without loading the models.
-    """
-
-    before: int
-    tokens: int
-    seconds: float
 
 
 def partial_path(output: Path, args: Mapping[str, Any], requests: bytes) -> Path:
@@ -50,7 +34,7 @@ def answer_alone(
     device: str,
     memory_bytes: int | None,
     progress: Callable[[int, int, float], None],
-) -> AloneRun:
+) -> tuple[int, int, float]:
     """Answer all requests, at full speed; what an earlier process has left in ``partial`` is not answered again.
 
     Args:
@@ -58,6 +42,9 @@ def answer_alone(
         output: becomes the file of answers when all are there.
         memory_bytes: limit for models, passes, keys and values; None for four fifths of the free memory.
         progress: called with the number of answered requests, and this process's tokens and seconds.
+
+    Returns:
+        The requests that an earlier process had answered, and this process's tokens and seconds, without loading.
 
     Raises:
         ConfigError: another process does the same, or ``output`` is there.
@@ -81,7 +68,7 @@ def answer_alone(
                         progress(task.answered, task.generated, time.perf_counter() - begun)
             except StopIteration:
                 pass
-            run = AloneRun(before, task.generated, time.perf_counter() - begun)
+            run = before, task.generated, time.perf_counter() - begun
         finally:
             task.stop()
         os.fsync(fd)

@@ -10,8 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from megatron.fill.wings.llm.requests import Refused, Request
 
@@ -226,16 +225,7 @@ class AnswerFile:
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _answered_by(data: bytes) -> str | None:

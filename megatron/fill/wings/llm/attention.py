@@ -59,15 +59,6 @@ def context_of(model: Any) -> Context:
     return Context(limit)
 
 
-def context_length(model: Any) -> int:
-    """The tokens that a sequence may have, with its prompt.
-
-    Raises:
-        TaskError: as ``context_of``.
-    """
-    return context_of(model).tokens
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionKinds:
     """Kinds of attention that a model's layers have.
@@ -129,7 +120,7 @@ def marks(model: Any) -> list[int]:
 
     Every whole number of its config that is named like a window, a chunk or an original length, below its context.
     """
-    limit, found = context_length(model), set()
+    limit, found = context_of(model).tokens, set()
 
     def look(value: Any, name: str) -> None:
         if isinstance(value, dict):

@@ -142,7 +142,7 @@ class BatchJob(NodeTask):
         """
         from megatron.fill.wings.llm import verify
         from megatron.fill.wings.llm.answering import Answering
-        from megatron.fill.wings.llm.attention import context_length, context_of
+        from megatron.fill.wings.llm.attention import context_of
         from megatron.fill.wings.llm.engine import Engine
         from megatron.fill.wings.llm.passes import ModelRunner, token_rows
         from megatron.fill.wings.llm.selfcheck import check_model
@@ -158,7 +158,7 @@ class BatchJob(NodeTask):
         size = token_rows(self._model)
         if self._tokenizer.closed:
             size = min(size, self._tokenizer.size)
-        runners = [ModelRunner(one, context_length(one), cut, size) for one, cut in zip(models, pieces, strict=True)]
+        runners = [ModelRunner(one, context_of(one).tokens, cut, size) for one, cut in zip(models, pieces, strict=True)]
         self.split = f"layers, {runners[0].passes.pieces} pieces"
         self._engine = Engine(
             runners,

@@ -94,7 +94,6 @@ class Branching:
         self.levels[draft].append(self._proposed(nodes, self.shape[level], logits))
 
     def _proposed(self, nodes: list[int], width: int, logits: Any) -> list[int]:
-        """The new nodes below some nodes."""
         sampling = self.sequence.wanted.sampling
         found: dict[int, None] = {}  # in order
         if sampling.temperature == 0:

@@ -183,7 +183,6 @@ class CacheView(Cache):
         return apart if (self._shown == first + np.arange(self._shown.shape[1])).all() else None
 
     def _seen(self, pool: torch.Tensor, apart: int) -> torch.Tensor:
-        """All columns of all rows where they are."""
         heads, pages, _, size = pool.shape
         shape, strides = (
             (len(self._shown), heads, self._length, size),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.fill.given.problems import shown
-from megatron.fill.wings.llm.fields import WrongFieldError, text
+from megatron.fill.wings.llm.fields import WrongFieldError, text, wrong
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}  # besides role, content and name
@@ -26,7 +26,7 @@ def read_messages(given: object) -> tuple[dict[str, Any], ...]:
         WrongFieldError: one is none.
     """
     if not isinstance(given, list) or not given:
-        raise WrongFieldError("messages", f"messages is {shown(given)}; expected a list with at least one message")
+        raise wrong("messages", given, "a list with at least one message")
     return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(given))
 
 
@@ -38,16 +38,14 @@ def read_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise WrongFieldError(
-            "tool_choice", f"tool_choice is {shown(choice)}; expected auto or none: a call cannot be enforced"
-        )
+        raise wrong("tool_choice", choice, "auto or none: a call cannot be enforced")
     given = body.get("tools", [])
     if not isinstance(given, list):
-        raise WrongFieldError("tools", f"tools is {shown(given)}; expected a list of functions")
+        raise wrong("tools", given, "a list of functions")
     for place, tool in enumerate(given):
         where = f"tools[{place}]"
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise WrongFieldError(where, f"{where} is {shown(tool)}; expected an object of type 'function'")
+            raise wrong(where, tool, "an object of type 'function'")
         text(tool["function"].get("name"), f"{where}.function.name")
     return () if choice == "none" else tuple(given)
 
@@ -60,7 +58,7 @@ def read_template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = body.get("chat_template_kwargs", {})
     if not isinstance(given, dict):
-        raise WrongFieldError("chat_template_kwargs", f"chat_template_kwargs is {shown(given)}; expected a JSON object")
+        raise wrong("chat_template_kwargs", given, "a JSON object")
     if taken := sorted(_TAKEN & set(given)):
         raise WrongFieldError(
             "chat_template_kwargs",
@@ -70,15 +68,13 @@ def read_template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     if effort is None:
         return dict(given)
     if effort not in _EFFORTS:
-        raise WrongFieldError(
-            "reasoning_effort", f"reasoning_effort is {shown(effort)}; expected one of {', '.join(_EFFORTS)}"
-        )
+        raise wrong("reasoning_effort", effort, f"one of {', '.join(_EFFORTS)}")
     return given | {"reasoning_effort": effort}
 
 
 def _message(given: object, where: str) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise WrongFieldError(where, f"{where} is {shown(given)}; expected a JSON object with role and content")
+        raise wrong(where, given, "a JSON object with role and content")
     role = given.get("role")
     if role not in _ROLES:
         raise WrongFieldError(where, f"{where}: role is {shown(role)}; expected one of {', '.join(_ROLES)}")
@@ -114,7 +110,7 @@ def _content(given: object, where: str) -> str:
 def _calls(given: object, where: str) -> list[dict[str, Any]]:
     """The calls of an earlier answer; templates expect the arguments as an object, and OpenAI has them as a text."""
     if not isinstance(given, list):
-        raise WrongFieldError(where, f"{where} is {shown(given)}; expected a list of calls")
+        raise wrong(where, given, "a list of calls")
     found = []
     for place, call in enumerate(given):
         inner = call.get("function") if isinstance(call, dict) else None

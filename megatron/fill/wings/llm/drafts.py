@@ -42,15 +42,17 @@ def new_draft(folder: Path | None, shape: dict[str, int], tokenizer: Tokenizer, 
     """
     import torch
 
-    from megatron.fill.wings.llm.attention import context_length
+    from megatron.fill.wings.llm.attention import context_of
     from megatron.fill.wings.llm.models import load_language_model
 
     if folder is not None:
         model, own = load_language_model(folder, "float32")
         if not own.same_tokens(tokenizer):
             raise TaskError(f"draft {folder} has other tokens than the model: expected the same tokenizer")
-        if context_length(model) < length:
-            raise TaskError(f"draft {folder} takes {context_length(model)} tokens; expected length, {length}, or more")
+        if context_of(model).tokens < length:
+            raise TaskError(
+                f"draft {folder} takes {context_of(model).tokens} tokens; expected length, {length}, or more"
+            )
     else:
         from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -48,12 +48,10 @@ class EngineCounts:
 
     @property
     def tokens(self) -> int:
-        """Generated in all."""
         return sum(tokens * steps for tokens, steps in self.taken.items())
 
     @property
     def steps(self) -> int:
-        """Number of the large model's steps."""
         return self.taken.total()
 
 

@@ -235,14 +235,14 @@ class EvaluateCheckpoints(SideTask):
         self._note(found, texts)
 
     def _engine(self, model: Any, tokenizer: Any) -> Engine:
-        from megatron.fill.wings.llm.attention import context_length
+        from megatron.fill.wings.llm.attention import context_of
         from megatron.fill.wings.llm.engine import Engine
         from megatron.fill.wings.llm.fitting import clock
         from megatron.fill.wings.llm.passes import ModelRunner
         from megatron.fill.wings.llm.sequence import GeneratedSequence, Wanted
         from megatron.fill.wings.llm.verify import matching
 
-        device, context = self.context.device, context_length(model)
+        device, context = self.context.device, context_of(model).tokens
         runner = ModelRunner(model, context, pieces_of(model, 64, device), tokenizer.size)
         engine = Engine(
             [runner], tokenizer.decode, tokenizer.eos_ids, matching, [()], self._batch, 64, None, clock(device)
@@ -253,7 +253,6 @@ class EvaluateCheckpoints(SideTask):
         return engine
 
     def _note(self, found: dict[str, float], texts: list[str]) -> None:
-        """Write down what was found of a checkpoint."""
         finite = {name: value if math.isfinite(value) else None for name, value in found.items()}  # as JSON has them
         line: dict[str, Any] = {"iteration": self._iteration, **finite}
         if texts:

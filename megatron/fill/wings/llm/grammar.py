@@ -117,8 +117,7 @@ def _tokens_of(tokenizer: Tokenizer) -> Any:
         return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))
     from llguidance.hf import from_tokenizer
 
-    inner: Any = tokenizer
-    return from_tokenizer(inner.inner, n_vocab=tokenizer.size, eos_token=sorted(tokenizer.eos_ids))
+    return from_tokenizer(tokenizer.inner, n_vocab=tokenizer.size, eos_token=sorted(tokenizer.eos_ids))
 
 
 class _Bytes:

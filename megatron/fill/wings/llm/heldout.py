@@ -104,7 +104,6 @@ def _tokens(data: IndexedTokens, order: np.ndarray, ends: np.ndarray, start: int
 
 
 def _evaluations(args: Namespace) -> int:
-    """Number of the training's evaluations."""
     if args.skip_train:
         return 1
     skipped = (getattr(args, "start_eval_at_iter", None) or 0) // args.eval_interval

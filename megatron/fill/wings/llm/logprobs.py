@@ -44,6 +44,5 @@ def text_offsets(tokens: Sequence[int], decode: Decode) -> list[int]:
 
 
 def _shared(first: str, second: str) -> int:
-    """Number of leading characters that both have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))

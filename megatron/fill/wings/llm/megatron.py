@@ -94,16 +94,6 @@ def latest(folder: Path) -> Path:
     return list(found.values())[-1]
 
 
-def read_arguments(path: Path) -> Namespace:
-    """The training's arguments.
-
-    Raises:
-        IncompleteCheckpoint: some of it is not there.
-        TaskError: it is something else.
-    """
-    return read_checkpoint(path, weights=False)[0]
-
-
 def read_checkpoint(path: Path, weights: bool = True) -> tuple[Namespace, dict[str, torch.Tensor]]:
     """The training's arguments, and the model's weights by their names in Megatron, or none of them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,20 +109,22 @@ def _take(weights: Weights, *names: str) -> torch.Tensor | None:
     return next((weights[name] for name in names if name in weights), None)
 
 
-def _norms(args: Namespace, weights: Weights) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Each norm's place (``input``, ``inner``, ``final``), what of it, and its tensor (by layers, but for the last)."""
+def _norms(args: Namespace, weights: Weights, names: tuple[str, str, str]) -> Weights:
+    """The norms before attention and MLP and the last one, by these names; the first two have ``{}`` for a layer."""
+    found: Weights = {}
     layers = "decoder.layers."
     for part in ("weight", "bias"):
         shift = 1.0 if part == "weight" and args.layernorm_zero_centered_gamma else 0.0
-        named = {
-            "input": (f"{layers}self_attention.linear_qkv.layer_norm_{part}", f"{layers}input_layernorm.{part}"),
-            "inner": (f"{layers}mlp.linear_fc1.layer_norm_{part}", f"{layers}pre_mlp_layernorm.{part}"),
-            "final": (f"decoder.final_layernorm.{part}",),
-        }
-        for place, names in named.items():
-            tensor = _take(weights, *names)
-            if tensor is not None:
-                yield place, part, tensor + shift
+        before_attention, before_mlp, last = (
+            _take(weights, f"{layers}self_attention.linear_qkv.layer_norm_{part}", f"{layers}input_layernorm.{part}"),
+            _take(weights, f"{layers}mlp.linear_fc1.layer_norm_{part}", f"{layers}pre_mlp_layernorm.{part}"),
+            _take(weights, f"decoder.final_layernorm.{part}"),
+        )
+        for tensor, name in ((before_attention, names[0]), (before_mlp, names[1])):
+            _by_layer(found, None if tensor is None else tensor + shift, f"{name}.{part}")
+        if last is not None:
+            found[f"{names[2]}.{part}"] = last + shift
+    return found
 
 
 def _by_layer(found: Weights, tensor: torch.Tensor | None, name: str) -> None:
@@ -145,11 +147,7 @@ def _qkv(args: Namespace, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 def _gpt2(args: Namespace, weights: Weights) -> Any:
     found = {"transformer.wte.weight": weights["embedding.word_embeddings.weight"]}
     found["transformer.wpe.weight"] = weights["embedding.position_embeddings.weight"]
-    for place, part, tensor in _norms(args, weights):
-        if place == "final":
-            found[f"transformer.ln_f.{part}"] = tensor
-        else:
-            _by_layer(found, tensor, f"transformer.h.{{}}.ln_{1 if place == 'input' else 2}.{part}")
+    found |= _norms(args, weights, ("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"))
     attention, mlp = "decoder.layers.self_attention", "decoder.layers.mlp"
     for part in ("weight", "bias"):
         whole = torch.cat(_qkv(args, weights[f"{attention}.linear_qkv.{part}"]), dim=1)
@@ -181,13 +179,10 @@ def _gpt2(args: Namespace, weights: Weights) -> Any:
 
 
 def _gpt_neox(args: Namespace, weights: Weights) -> Any:
+    layer = "gpt_neox.layers.{}."
     found = {"gpt_neox.embed_in.weight": weights["embedding.word_embeddings.weight"]}
-    names = {"input": "input_layernorm", "inner": "post_attention_layernorm"}
-    for place, part, tensor in _norms(args, weights):
-        if place == "final":
-            found[f"gpt_neox.final_layer_norm.{part}"] = tensor
-        else:
-            _by_layer(found, tensor, f"gpt_neox.layers.{{}}.{names[place]}.{part}")
+    norms = f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "gpt_neox.final_layer_norm"
+    found |= _norms(args, weights, norms)
     linear = {
         "self_attention.linear_qkv": "attention.query_key_value",  # each head's together, as here
         "self_attention.linear_proj": "attention.dense",
@@ -196,7 +191,7 @@ def _gpt_neox(args: Namespace, weights: Weights) -> Any:
     }
     for name, theirs in linear.items():
         for part in ("weight", "bias"):
-            _by_layer(found, weights[f"decoder.layers.{name}.{part}"], f"gpt_neox.layers.{{}}.{theirs}.{part}")
+            _by_layer(found, weights[f"decoder.layers.{name}.{part}"], f"{layer}{theirs}.{part}")
     output = "output_layer.weight" if args.untie_embeddings_and_output_weights else "embedding.word_embeddings.weight"
     found["embed_out.weight"] = weights[output]
     return _model(
@@ -222,24 +217,21 @@ def _gpt_neox(args: Namespace, weights: Weights) -> Any:
 def _llama(args: Namespace, weights: Weights) -> Any:
     if args.rotary_percent != 1.0:
         raise TaskError(f"the checkpoint was trained with --rotary-percent {args.rotary_percent}: expected 1.0")
+    layer = "model.layers.{}."
     found = {"model.embed_tokens.weight": weights["embedding.word_embeddings.weight"]}
-    names = {"input": "input_layernorm", "inner": "post_attention_layernorm"}
-    for place, part, tensor in _norms(args, weights):
-        if place == "final":
-            found[f"model.norm.{part}"] = tensor
-        else:
-            _by_layer(found, tensor, f"model.layers.{{}}.{names[place]}.{part}")
+    norms = f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm"
+    found |= _norms(args, weights, norms)
     attention, mlp = "decoder.layers.self_attention", "decoder.layers.mlp"
     for part in ("weight", "bias"):
         tensor = _take(weights, f"{attention}.linear_qkv.{part}")
         if tensor is not None:
             for name, one in zip("qkv", _qkv(args, tensor), strict=True):
-                _by_layer(found, one, f"model.layers.{{}}.self_attn.{name}_proj.{part}")
-    _by_layer(found, weights[f"{attention}.linear_proj.weight"], "model.layers.{}.self_attn.o_proj.weight")
+                _by_layer(found, one, f"{layer}self_attn.{name}_proj.{part}")
     gate, up = weights[f"{mlp}.linear_fc1.weight"].chunk(2, dim=1)
-    _by_layer(found, gate, "model.layers.{}.mlp.gate_proj.weight")
-    _by_layer(found, up, "model.layers.{}.mlp.up_proj.weight")
-    _by_layer(found, weights[f"{mlp}.linear_fc2.weight"], "model.layers.{}.mlp.down_proj.weight")
+    _by_layer(found, weights[f"{attention}.linear_proj.weight"], f"{layer}self_attn.o_proj.weight")
+    _by_layer(found, gate, f"{layer}mlp.gate_proj.weight")
+    _by_layer(found, up, f"{layer}mlp.up_proj.weight")
+    _by_layer(found, weights[f"{mlp}.linear_fc2.weight"], f"{layer}mlp.down_proj.weight")
     if args.untie_embeddings_and_output_weights:
         found["lm_head.weight"] = weights["output_layer.weight"]
     biased = f"{attention}.linear_qkv.bias" in weights

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import TaskError
-from megatron.fill.wings.llm.attention import AttentionKinds, context_length
+from megatron.fill.wings.llm.attention import AttentionKinds, context_of
 from megatron.fill.wings.llm.tokenizers import BYTES, ByteTokenizer, FolderTokenizer, Tokenizer
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -44,7 +44,7 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
         model, tokenizer = _from_transformers(path, dtype)
     else:
         raise TaskError(f"model is {path}: expected a folder as transformers saves it, or of Megatron's checkpoints")
-    context_length(model)
+    context_of(model)
     AttentionKinds.of(model)
     return model.eval(), tokenizer
 
@@ -55,9 +55,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         TaskError: there is none.
     """
-    from megatron.fill.wings.llm.megatron import is_checkpoint, latest, read_arguments
+    from megatron.fill.wings.llm.megatron import is_checkpoint, latest, read_checkpoint
 
-    return tokenizer_of(read_arguments(latest(path))) if is_checkpoint(path) else _folder_tokenizer(path)
+    if is_checkpoint(path):
+        return tokenizer_of(read_checkpoint(latest(path), weights=False)[0])
+    return _folder_tokenizer(path)
 
 
 def _from_transformers(path: Path, dtype: str) -> tuple[Any, Tokenizer]:

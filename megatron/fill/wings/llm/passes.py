@@ -99,7 +99,6 @@ class LayeredPass:
         return True
 
     def abandon(self) -> None:
-        """Forget a pass that has not ended."""
         for running in self._running:
             if running:
                 running.throw(GreenletExit)
@@ -259,6 +258,5 @@ class ModelRunner:
         }
 
     def _mask(self, seen: np.ndarray) -> torch.Tensor:
-        """Mask that is added to the scores of attention."""
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(~seen).to(self._device), torch.finfo(self._dtype).min)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -16,8 +16,16 @@ from megatron.fill import untrusted
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.problems import shown
 from megatron.fill.wings.llm.conversation import read_messages, read_template_arguments, read_tools
-from megatron.fill.wings.llm.fields import MOST_INTEGER, WrongFieldError, integer, text
-from megatron.fill.wings.llm.generation import SAMPLING_FIELDS, read_sampling, read_schema
+from megatron.fill.wings.llm.fields import (
+    MOST_INTEGER,
+    SAMPLING_FIELDS,
+    WrongFieldError,
+    integer,
+    read_sampling,
+    read_schema,
+    text,
+    wrong,
+)
 from megatron.fill.wings.llm.sampling import Sampling
 
 _CHATS = {"/v1/completions": False, "/v1/chat/completions": True}
@@ -65,26 +73,26 @@ class Request:
     chat: bool
     prompts: tuple[str | tuple[int, ...], ...]
     """Of a completion: each a text or token ids."""
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...] = ()
     """Of a chat: each with ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
-    tools: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
     """Of a chat: functions that the template tells of."""
-    template: Mapping[str, Any]
+    template: Mapping[str, Any] = field(default_factory=dict)
     """Of a chat: arguments of the template's own."""
-    model: str
+    model: str = ""
     """Empty if it does not say."""
-    n: int
+    n: int = 1
     """Choices for each prompt."""
-    max_tokens: int | None
+    max_tokens: int | None = None
     """None: as many as the model's context leaves."""
-    sampling: Sampling
-    seed: int | None
-    stop: tuple[str, ...]
-    logprobs: int | None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
     """How many alternatives are given for each token; None: no log probabilities at all."""
-    encoding: Literal["float", "base64"] | None
+    encoding: Literal["float", "base64"] | None = None
     """Of the vectors of its prompts; None: they are gone on with."""
-    schema: Mapping[str, Any] | None
+    schema: Mapping[str, Any] | None = None
     """The JSON schema of its answers; None: they may be any text."""
 
     @property
@@ -200,18 +208,17 @@ def _checked(value: dict[str, Any], line: int, taken: dict[str, int]) -> Request
 
 def _request(value: dict[str, Any], line: int) -> Request:
     if value.get("method") != "POST":
-        raise WrongFieldError("method", f"method is {shown(value.get('method'))}; expected 'POST'")
+        raise wrong("method", value.get("method"), "'POST'")
     url, body = value.get("url"), value.get("body")
     if not isinstance(url, str) or url not in (*_CHATS, _EMBEDDINGS):
-        raise WrongFieldError("url", f"url is {shown(url)}; expected one of {', '.join((*_CHATS, _EMBEDDINGS))}")
+        raise wrong("url", url, f"one of {', '.join((*_CHATS, _EMBEDDINGS))}")
     if not isinstance(body, dict):
-        raise WrongFieldError("body", f"body is {shown(body)}; expected a JSON object")
+        raise wrong("body", body, "a JSON object")
     body = {name: given for name, given in body.items() if given is not None}
     if url == _EMBEDDINGS:
         return _embedding(value["custom_id"], body, line)
     chat = _CHATS[url]
     _refuse_unsupported(body, _READ[chat])
-    max_tokens = _max_tokens(body, chat)
     return Request(
         line=line,
         custom_id=value["custom_id"],
@@ -222,12 +229,11 @@ def _request(value: dict[str, Any], line: int) -> Request:
         template=read_template_arguments(body) if chat else {},
         model=text(body["model"], "model") if "model" in body else "",
         n=integer(body.get("n", 1), "n", 1, _MOST_CHOICES),
-        max_tokens=max_tokens,
+        max_tokens=_max_tokens(body, chat),
         sampling=read_sampling(body),
         seed=integer(body["seed"], "seed", -MOST_INTEGER, MOST_INTEGER) if "seed" in body else None,
         stop=_stop(body.get("stop", [])),
         logprobs=_logprobs(body, chat),
-        encoding=None,
         schema=read_schema(body.get("response_format", {"type": "text"})),
     )
 
@@ -236,24 +242,15 @@ def _embedding(custom_id: str, body: dict[str, Any], line: int) -> Request:
     _refuse_unsupported(body, {"model", "input", "encoding_format"})
     encoding = body.get("encoding_format", "float")
     if encoding not in ("float", "base64"):
-        raise WrongFieldError("encoding_format", f"encoding_format is {shown(encoding)}; expected float or base64")
+        raise wrong("encoding_format", encoding, "float or base64")
     return Request(
         line=line,
         custom_id=custom_id,
         chat=False,
         prompts=_prompts(body.get("input"), "input"),
-        messages=(),
-        tools=(),
-        template={},
         model=text(body["model"], "model") if "model" in body else "",
-        n=1,
         max_tokens=1,
-        sampling=Sampling(),
-        seed=None,
-        stop=(),
-        logprobs=None,
         encoding=encoding,
-        schema=None,
     )
 
 
@@ -293,7 +290,7 @@ def _prompt(given: object, name: str) -> str | tuple[int, ...]:
 def _stop(given: object) -> tuple[str, ...]:
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or len(given) > _MOST_STOPS:
-        raise WrongFieldError("stop", f"stop is {shown(given)}; expected text or a list of at most {_MOST_STOPS} texts")
+        raise wrong("stop", given, f"text or a list of at most {_MOST_STOPS} texts")
     return tuple(text(one, "stop") for one in given)
 
 
@@ -303,7 +300,7 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
         return integer(body["logprobs"], "logprobs", 0, most) if "logprobs" in body else None
     wanted = body.get("logprobs", False)
     if not isinstance(wanted, bool):
-        raise WrongFieldError("logprobs", f"logprobs is {shown(wanted)}; expected true or false")
+        raise wrong("logprobs", wanted, "true or false")
     alternatives = integer(body.get("top_logprobs", 0), "top_logprobs", 0, most)
     if alternatives and not wanted:
         raise WrongFieldError("top_logprobs", f"top_logprobs is {alternatives}; expected logprobs to be true as well")

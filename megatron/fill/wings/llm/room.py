@@ -146,7 +146,6 @@ class KeyValueRoom:
         self.waiting.appendleft(youngest)
 
     def _most_pages(self) -> float:
-        """Pages that there may be."""
         if self._most_bytes is None:
             return math.inf
         return max(0, self._most_bytes // (self.bytes_for(2) - self.bytes_for(1)) - 1)
@@ -249,7 +248,6 @@ class KeyValueRoom:
         return int((there * -(-(lengths + left[:, None]) // PAGE)).sum(1).max())
 
     def _expected(self, sequence: GeneratedSequence) -> int:
-        """New tokens that it will still have."""
         most = math.ceil(self._share * sequence.wanted.most) - len(sequence.generated)
         return min(sequence.left, max(_AHEAD, most))
 

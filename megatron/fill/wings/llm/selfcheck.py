@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron.fill.errors import TaskError
-from megatron.fill.wings.llm.attention import context_length, marks, text_config
+from megatron.fill.wings.llm.attention import context_of, marks, text_config
 from megatron.fill.wings.llm.cache import pages_for
 from megatron.fill.wings.llm.passes import ModelRunner, RowInput, decoder_layers
 
@@ -82,7 +82,7 @@ def _precise(model: Any) -> Any:
 
 
 def _check(model: Any) -> None:
-    context = context_length(model)
+    context = context_of(model).tokens
     runner = ModelRunner(model, context, min(2, len(decoder_layers(model))))
     try:
         sequences = _sequences(model, min(_LENGTH, context))
@@ -97,7 +97,7 @@ def _check(model: Any) -> None:
 
 def _check_whole(model: Any) -> None:
     """Check that whole sequences have the same logits in a batch."""
-    sequences = _sequences(model, min(_LENGTH, context_length(model)))
+    sequences = _sequences(model, min(_LENGTH, context_of(model).tokens))
     truth = _truth(model, sequences)
     together = model(input_ids=torch.tensor(sequences, device=model.device), use_cache=False).logits
     places = range(len(sequences[0]))
@@ -164,7 +164,6 @@ def _passed(runner: ModelRunner, rows: list[RowInput]) -> torch.Tensor:
 
 
 def _ways(runner: ModelRunner, sequences: list[list[int]], tables: Sequence[list[int]]) -> Iterator[_Found]:
-    """The ways in which the engine computes logits."""
     length, shared = len(sequences[0]), min(_SHARED, len(sequences[0]))
     ends = [length // 2 + 1, max(1, shared - 2), max(1, length - 2)]
     first = [

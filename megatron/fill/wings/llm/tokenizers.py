@@ -5,63 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 BYTES = "byte_tokenizer.json"  # in a model's folder: its tokens are bytes
 
-
-class Tokenizer(Protocol):
-    """Text to token ids and back.
-
-    Attributes:
-        size: vocabulary size.
-        eos_ids: ids that end a text.
-        begins: the id that a text without tokens begins with, or None.
-        closed: True if ids from ``size`` on stand for nothing, though a model may have them.
-    """
-
-    size: int
-    eos_ids: frozenset[int]
-    begins: int | None
-    closed: bool
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt."""
-
-    def decode(self, tokens: list[int], special: bool = False) -> str:
-        """The text of ids; an incomplete character becomes U+FFFD.
-
-        Args:
-            special: True to include the names of tokens that have no text.
-        """
-
-    def piece(self, token: int) -> str:
-        """Text of a token; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
-
-    def special(self, text: str) -> int | None:
-        """The id of a token of this name that has no text; None if there is none."""
-
-    def has_special(self, text: str) -> bool:
-        """True if the text contains the name of a token that has no text."""
-
-    def chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
-    ) -> list[int]:
-        """The ids of a conversation, with the beginning of the answer.
-
-        Args:
-            tools: functions that the template describes.
-            arguments: the template's own arguments.
-
-        Raises:
-            ValueError: the model has no template for that, or these messages do not fit it.
-        """
-
-    def same_tokens(self, other: Tokenizer) -> bool:
-        """True if both give a text the same ids."""
-
-    def save(self, folder: Path) -> None:
-        """Write it beside a model, for ``load_tokenizer``."""
+type Tokenizer = FolderTokenizer | ByteTokenizer
 
 
 class FolderTokenizer:
@@ -72,6 +20,10 @@ class FolderTokenizer:
 
     Attributes:
         inner: the tokenizer of ``transformers``.
+        size: vocabulary size.
+        eos_ids: ids that end a text.
+        begins: the id that a text without tokens begins with, or None.
+        closed: True if ids from ``size`` on stand for nothing, though a model may have them.
     """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
@@ -85,12 +37,19 @@ class FolderTokenizer:
         self.closed = False
 
     def encode(self, text: str) -> list[int]:
+        """The ids of a prompt."""
         return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
+        """The text of ids; an incomplete character becomes U+FFFD.
+
+        Args:
+            special: True to include the names of tokens that have no text.
+        """
         return self._after_text(tokens, skip_special=not special)
 
     def piece(self, token: int) -> str:
+        """Text of a token; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
         text = self._after_text([token], skip_special=False)
         if "\ufffd" not in text:
             return text
@@ -99,12 +58,14 @@ class FolderTokenizer:
         return form if data is None else data.decode(errors="surrogateescape")
 
     def special(self, text: str) -> int | None:
+        """The id of a token of this name that has no text; None if there is none."""
         found = self._tokenizer.convert_tokens_to_ids(text)
         if found is None or self._tokenizer.convert_ids_to_tokens(found) != text or self.decode([found]):
             return None
         return int(found)
 
     def has_special(self, text: str) -> bool:
+        """True if the text contains the name of a token that has no text."""
         if self._special is None:
             names = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
             self._special = [name for name in names if name and self.special(name) is not None]
@@ -124,6 +85,15 @@ class FolderTokenizer:
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
     ) -> list[int]:
+        """The ids of a conversation, with the beginning of the answer.
+
+        Args:
+            tools: functions that the template describes.
+            arguments: the template's own arguments.
+
+        Raises:
+            ValueError: the model has no template for that, or these messages do not fit it.
+        """
         if not self._tokenizer.chat_template:
             raise ValueError("this model has no chat template: expected /v1/completions with a prompt")
         try:
@@ -137,9 +107,11 @@ class FolderTokenizer:
         return list(found)
 
     def same_tokens(self, other: Tokenizer) -> bool:
+        """True if both give a text the same ids."""
         return isinstance(other, FolderTokenizer) and self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
     def save(self, folder: Path) -> None:
+        """Write it beside a model, for ``load_tokenizer``."""
         self._tokenizer.save_pretrained(folder)
 
 

@@ -1,8 +1,7 @@
 """Verification of a token tree: the tokens that the large model takes, and the one that it adds.
 
-All rules but ``greedy`` give tokens that are distributed as the large model's own, whatever the drafts are, provided
-that each draw of the tree was drawn from the distribution that it names, independently of the others
-(``tree.drawn``).
+All rules give tokens that are distributed as the large model's own, whatever the drafts are, provided that each draw of
+the tree was drawn from the distribution that it names, independently of the others (``tree.drawn``).
 """
 
 from __future__ import annotations
@@ -18,11 +17,6 @@ Target = Callable[[int], np.ndarray]
 """From a node to the large model's probabilities after it, ``[vocabulary]``."""
 Rule = Callable[[TokenTree, Target, Chance], list[int]]
 """The tokens that are taken: a path of the tree from the root, and one more."""
-
-
-def greedy(tree: TokenTree, target: Target, chance: Chance) -> list[int]:
-    """The most probable token at each node, as far as the tree has it: what plain greedy decoding gives."""
-    return follow(tree, lambda node: int(np.argmax(target(node))))
 
 
 def matching(tree: TokenTree, target: Target, chance: Chance) -> list[int]:

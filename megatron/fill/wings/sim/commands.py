@@ -57,9 +57,10 @@ def simulate(
     from rich.console import Console
 
     from megatron.fill.cli.views import print_json
+    from megatron.fill.wings.sim.draw import draw_results
     from megatron.fill.wings.sim.run import from_report, load, plan_runs, run_one
     from megatron.fill.wings.sim.sweep import parse_sweep, run_all
-    from megatron.fill.wings.sim.terminal import print_comparison, print_result
+    from megatron.fill.wings.sim.terminal import print_comparison, print_result, write_csv
 
     notes: list[str] = []
     if config is not None and report is None and gpus is None:
@@ -76,7 +77,9 @@ def simulate(
         if path is not None:
             check_writable(option, path)
     results: list[SimResult] = run_all(run_one, tasks, processes)
-    _write_files(results, png, csv)
+    for path, write in ((png, draw_results), (csv, write_csv)):
+        if path is not None:
+            write(path, results)
     if as_json:
         print_json([result.to_dict() for result in results])
     elif len(results) == 1:
@@ -86,15 +89,6 @@ def simulate(
     console = Console(highlight=False, markup=False, stderr=as_json)
     for note in notes:
         console.print(note)
-
-
-def _write_files(results: list[SimResult], png: Path | None, csv: Path | None) -> None:
-    from megatron.fill.wings.sim.draw import draw_results
-    from megatron.fill.wings.sim.terminal import write_csv
-
-    for path, write in ((png, draw_results), (csv, write_csv)):
-        if path is not None:
-            write(path, results)
 
 
 def add(app: App) -> None:

@@ -170,7 +170,6 @@ class RuntimeConfig(_Strict):
     tail: bool = _RUNTIME.tail
 
     def model(self) -> RuntimeModel:
-        """As the simulation takes it."""
         return RuntimeModel(
             round(self.reserve_us * 1000),
             self.margin,
@@ -190,13 +189,10 @@ class FailuresConfig(_Strict):
     seed: int = Field(default=_FAILURES.seed, ge=0)
 
     def model(self) -> Failures:
-        """As the simulation takes it."""
         return Failures(inf if self.mtbf is None else self.mtbf, self.restart, self.seed)
 
 
 class SimulationConfig(_Strict):
-    """The whole file."""
-
     duration: Seconds = Field(gt=0)
     main_jobs: tuple[MainJobConfig, ...] = Field(min_length=1)
     fill: FillConfig

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.fill.display import amount
 from megatron.fill.linux.files import replacing
 from megatron.fill.wings.sim.results import Completion, SimResult, UseOfTime, short_names
-from megatron.fill.wings.sim.terminal import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def _draw_use(axes: Axes, rows: Sequence[_Row]) -> None:
             axes.barh(places, widths_pc, left=begins, color=colour, edgecolor="#999999", linewidth=0.4, label=label)
         begins = [begin + 100 * width for begin, width in zip(begins, widths, strict=True)]
     for place, use in zip(places, uses, strict=True):
-        axes.text(101, place, f"{count(use.gpus_worth)} GPUs' worth", va="center", fontsize=8, color=_INK)
+        axes.text(101, place, f"{amount(use.gpus_worth)} GPUs' worth", va="center", fontsize=8, color=_INK)
     axes.set(xlim=(0, 100), xlabel="% of the devices' time")
     axes.set_title("Where the time goes", loc="left", fontsize=10, color=_INK)
     _rows(axes, rows)

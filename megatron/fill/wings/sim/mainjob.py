@@ -93,12 +93,10 @@ class MainJob:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches per data-parallel rank and iteration."""
         return self.parallel.microbatches
 
     @property
     def schedule(self) -> Schedule:
-        """The order of passes on each stage."""
         its = self.parallel
         return _schedule(its.schedule, its.pp, its.microbatches, its.chunks, its.group_size)
 
@@ -117,7 +115,6 @@ class MainJob:
         return free + (memory.optimizer_bytes if self.offload_optimizer else 0)
 
     def costs(self) -> PipelineCosts:
-        """Costs of an iteration's passes and transfers."""
         costs = CostModel(
             self.model,
             self.gpu,
@@ -132,7 +129,6 @@ class MainJob:
         return costs
 
     def timeline(self) -> Timeline:
-        """The timeline of an iteration."""
         return _timeline(self.schedule, self.costs(), self.rendezvous)
 
     @property

@@ -61,8 +61,6 @@ class UseOfTime:
 
 @dataclass(frozen=True, slots=True)
 class JobKindResult:
-    """Results of the jobs of one kind."""
-
     kind: str
     jobs: int
     succeeded: int
@@ -101,7 +99,6 @@ class SimResult:
     wall_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON data."""
         data = asdict(self)
         for use, entry in zip((self.total, *self.groups), (data["total"], *data["groups"]), strict=True):
             entry["gain"] = use.gain

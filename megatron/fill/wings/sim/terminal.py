@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from megatron.fill.display import percent, plain_table
+from megatron.fill.display import amount, percent, plain_table
 from megatron.fill.linux.files import replacing
 from megatron.fill.wings.sim.results import Completion, SimResult, UseOfTime, short_names
 
@@ -17,7 +17,6 @@ _MOST_GROUPS = 24  # groups of devices that are listed individually
 
 
 def print_result(result: SimResult, console: Console | None = None) -> None:
-    """Print all results of one simulation."""
     console = console or Console(highlight=False)
     jobs = sum(result.jobs.values())
     console.print(
@@ -34,7 +33,7 @@ def print_result(result: SimResult, console: Console | None = None) -> None:
     for kind in result.kinds:
         if kind.jobs:
             row = (f"{kind.jobs:,}", f"{kind.succeeded:,}", f"{kind.failed:,}", *_completion_cells(kind.completion))
-            kinds.add_row(escape(kind.kind), *row, count(kind.gpus_worth))
+            kinds.add_row(escape(kind.kind), *row, amount(kind.gpus_worth))
     console.print()
     console.print(kinds)
     console.print()
@@ -43,7 +42,6 @@ def print_result(result: SimResult, console: Console | None = None) -> None:
 
 
 def print_comparison(results: Sequence[SimResult], console: Console | None = None) -> None:
-    """Print a line per simulation."""
     console = console or Console(highlight=False)
     swept = list(results[0].what)
     heads = *short_names(swept).values(), "policy", "main", "fill", "bubbles", "GPUs'\nworth"
@@ -58,7 +56,7 @@ def print_comparison(results: Sequence[SimResult], console: Console | None = Non
             f"{total.main:.1%}",
             f"{total.fill:.1%}",
             percent(total.bubble),
-            count(total.gpus_worth),
+            amount(total.gpus_worth),
             *_completion_cells(one.completion),
             f"{met / due:.0%}" if due else "-",
             "-" if one.saved_per_day is None else f"{one.saved_per_day:,.0f}",
@@ -132,16 +130,11 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def count(value: float) -> str:
-    """Format a number, such as ``2,612`` or ``0.71``."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _use_cells(use: UseOfTime) -> tuple[str, ...]:
     unused = max(0.0, 1 - use.main - use.fill - use.down - use.idle)
     gain = "-" if use.gain is None else f"+{use.gain:.0%}"
     shares = (use.main, use.fill, unused, use.down)
-    return (*(f"{share:.1%}" for share in shares), percent(use.bubble), count(use.gpus_worth), gain)
+    return (*(f"{share:.1%}" for share in shares), percent(use.bubble), amount(use.gpus_worth), gain)
 
 
 def _completion_cells(completion: Completion | None) -> tuple[str, str]:

@@ -135,8 +135,6 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A whole simulation."""
-
     main_jobs: tuple[MainJobRun, ...]
     kinds: tuple[FillKind, ...]
     jobs: tuple[SimJob, ...]

@@ -180,13 +180,13 @@ def library_tokens(model: Any, prompt: list[int], new: int) -> list[int]:
 def engine_tokens(models: Sequence[Any], prompts: list[list[int]], way: Way) -> list[list[int]]:
     """The tokens that the engine adds to each prompt, without any ending."""
     from megatron.fill.wings.llm import verify
-    from megatron.fill.wings.llm.attention import context_length
+    from megatron.fill.wings.llm.attention import context_of
     from megatron.fill.wings.llm.engine import Engine
     from megatron.fill.wings.llm.passes import ModelRunner, token_rows
     from megatron.fill.wings.llm.sequence import GeneratedSequence, Wanted
 
     size = token_rows(models[0])
-    runners = [ModelRunner(one, min(context_length(one), CONTEXT), 2, size) for one in models]
+    runners = [ModelRunner(one, min(context_of(one).tokens, CONTEXT), 2, size) for one in models]
     engine = Engine(runners, str, (), verify.traversal, [way.shape], way.batch, way.chunk, None, count().__next__)
     engine.room.waiting.extend(
         GeneratedSequence(Wanted(tuple(prompt), way.new), name) for name, prompt in enumerate(prompts)

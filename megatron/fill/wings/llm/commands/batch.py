@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _TASK, _ANSWERS = "megatron.fill.wings.llm:BatchJob", "answers.jsonl"
 _LOOK_S = 1.0
 _REFUSED_SHOWN = 5
+_MOST_DEPTH, _MOST_VALUES = 32, 5_000_000  # of a line of answers
 
 
 def batch(
@@ -95,7 +96,9 @@ def batch(
         args["draft"] = [str(folder.resolve()) for folder in draft]
     written = output or requests.with_name(f"{requests.stem}.{_ANSWERS}")
     if alone:
-        _check_alone({"--watch": watch, "--name": name is not None})
+        for option, given in (("--watch", watch), ("--name", name is not None)):
+            if given:
+                raise ConfigError(f"{option} makes no sense with --alone, which has no job; expected one of the two")
         if not as_json:
             _introduce(requests, len(lines), refused)
         if batch_size is not None:
@@ -104,9 +107,9 @@ def batch(
 
         _answer_alone(args, written, checked_device(device), memory, len(lines), len(refused), as_json)
         return
-    for option, given in (("--batch-size", batch_size), ("--device", device)):
-        if given is not None:
-            raise ConfigError(f"{option} is {given}: expected --alone with it")
+    for option, value in (("--batch-size", batch_size), ("--device", device)):
+        if value is not None:
+            raise ConfigError(f"{option} is {value}: expected --alone with it")
     check_writable("--output", written)
     called = name or f"{requests.stem}-{sha256(requests.read_bytes() + repr(args).encode()).hexdigest()[:8]}"
     if not as_json:
@@ -141,12 +144,6 @@ def batch(
         raise typer.Exit(130)
 
 
-def _check_alone(options: dict[str, bool]) -> None:
-    for option, given in options.items():
-        if given:
-            raise ConfigError(f"{option} makes no sense with --alone, which has no job; expected one of the two")
-
-
 def _answer_alone(
     args: dict[str, Any], output: Path, device: str, memory: str | None, count: int, refused: int, quiet: bool
 ) -> None:
@@ -167,18 +164,18 @@ def _answer_alone(
                 speed = tokens / seconds if seconds else 0.0
                 shown.update(line, description=f"{tokens:,} tokens, {speed:,.0f} a second", completed=answered)
 
-            run = answer_alone(args, output, partial, device, memory_bytes, told)
+            before, tokens, seconds = answer_alone(args, output, partial, device, memory_bytes, told)
     except KeyboardInterrupt:
         print(f"What is answered is in {partial}; the same command goes on there.", file=sys.stderr)
         raise typer.Exit(130) from None
-    figures = _figures(output, run.tokens, run.seconds)
+    figures = _figures(output, tokens, seconds)
     if quiet:
-        counts = {"requests": count, "refused": refused, "output": str(output), "seconds": round(run.seconds, 3)}
+        counts = {"requests": count, "refused": refused, "output": str(output), "seconds": round(seconds, 3)}
         views.print_json(counts | figures)
         return
-    if run.before:
-        print(f"{run.before} of them were answered before.")
-    _conclude(output, figures, f"in {run.seconds:.1f} s on {device}")
+    if before:
+        print(f"{before} of them were answered before.")
+    _conclude(output, figures, f"in {seconds:.1f} s on {device}")
 
 
 def _figures(output: Path, tokens: int | None, seconds: float) -> dict[str, Any]:
@@ -187,16 +184,26 @@ def _figures(output: Path, tokens: int | None, seconds: float) -> dict[str, Any]
     Args:
         tokens: tokens generated in ``seconds``; None for the tokens of all answers.
     """
-    from megatron.fill.wings.llm.summary import count_answers
-
+    counts = dict.fromkeys(("answered", "failed", "prompt_tokens", "completion_tokens"), 0)
     with output.open("rb") as file:
-        counts = count_answers(file)
-    made = counts.completion_tokens if tokens is None else tokens
-    return counts.as_dict() | {"tokens_per_s": round(made / seconds, 3) if seconds > 0 else None}
+        for line in file:
+            try:
+                response = untrusted.parse_json(line, _MOST_DEPTH, _MOST_VALUES)["response"]
+                if response["status_code"] != 200:
+                    counts["failed"] += 1
+                    continue
+                usage = response["body"]["usage"]
+                prompt, completion = int(usage["prompt_tokens"]), int(usage.get("completion_tokens", 0))
+            except (ValueError, KeyError, TypeError, AttributeError):  # no answer: a job could have written anything
+                continue
+            counts["answered"] += 1
+            counts["prompt_tokens"] += prompt
+            counts["completion_tokens"] += completion
+    made = counts["completion_tokens"] if tokens is None else tokens
+    return counts | {"tokens_per_s": round(made / seconds, 3) if seconds > 0 else None}
 
 
 def _conclude(output: Path, figures: dict[str, Any], where: str) -> None:
-    """Print the summary."""
     errors = f", {figures['failed']} of them errors" if figures["failed"] else ""
     print(f"The answers are in {output}: {figures['answered'] + figures['failed']}{errors}.")
     speed = figures["tokens_per_s"]

@@ -6,11 +6,12 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _TASK = "megatron.fill.wings.llm:EvaluateCheckpoints"
 _LEASE_S, _BEAT_S = 120.0, 3.0  # a step here may be longer than one in a bubble
+_LOOK_S = 0.05  # while a checkpoint is read
 _ENDS = {
     Standing.MOVE: "a training has asked for the job",
     Standing.CANCELLED: "the job was cancelled",
@@ -99,7 +101,6 @@ def _work(jobs: JobStore, claim: Claim, directory: Path, device: str, quiet: boo
         _Ended: the job must be given back.
     """
     from megatron.fill.agent.folder import occupied
-    from megatron.fill.wings.llm.evaluate_alone import evaluate_alone
 
     beat_s = time.monotonic()
     with _logging(directory) as logger, progress(quiet) as shown:
@@ -119,6 +120,55 @@ def _work(jobs: JobStore, claim: Claim, directory: Path, device: str, quiet: boo
                 evaluate_alone(claim.job.work.args, directory, device, logger, told)
         except OSError as error:
             raise JobError(f"job {claim.job.name!r}: {error}") from error
+
+
+def evaluate_alone(
+    args: Mapping[str, Any], folder: Path, device: str, logger: logging.Logger, told: Callable[[int, int], None]
+) -> None:
+    """Evaluate every complete checkpoint that is not in the folder's ``evaluations.jsonl``, at full speed.
+
+    It is the job's own code, with its samples and its results: the loss is that which the job would have found.
+
+    Args:
+        args: arguments of ``EvaluateCheckpoints``.
+        folder: the job's folder, which no worker uses; each result is written there as soon as it is known.
+        logger: logs each result.
+        told: called after every step with the number of checkpoints evaluated here and of those to do, the one in
+            progress included; an exception from it ends the work.
+
+    Raises:
+        FillError: an argument is wrong, or a checkpoint cannot be evaluated.
+        OSError: a result cannot be written.
+    """
+    from megatron.fill.sidetask.base import TaskContext
+    from megatron.fill.wings.llm.evaluate import EvaluateCheckpoints
+    from megatron.fill.wings.llm.evaluations import publish, read_evaluations, write_evaluations
+
+    known = read_evaluations(folder)
+    with tempfile.TemporaryDirectory(prefix="pipefill-evaluate-") as name:
+        private = Path(name)  # the job may have left links in its own
+        write_evaluations(private, known.values())
+        task = EvaluateCheckpoints()
+        task.context = TaskContext(folder.name, private, device, logger=logger)
+        try:
+            try:
+                task.create(**args)
+            except (TypeError, ValueError) as error:
+                raise TaskError(f"the job's args are wrong: {error}") from error
+            done, left = 0, len(task.left())
+            if left:
+                task.init()
+            while left:
+                if task.run_next_step():
+                    publish(private, folder)
+                    done += 1
+                if not task.busy:
+                    left = len(task.left())
+                told(done, done + left)
+                if task.idle:
+                    time.sleep(_LOOK_S)
+        finally:
+            task.stop()
 
 
 def _check(job: Job, now_s: float) -> None:

@@ -91,7 +91,6 @@ class FillModel:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of all blocks."""
         return sum(block.parameters for block in self.blocks)
 
     def forward_s(self, block: Block, samples: int, gpu: GpuKind) -> float:

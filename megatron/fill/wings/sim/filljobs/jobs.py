@@ -91,7 +91,8 @@ def jobs_from_store(where: str | Path, fingerprint: str, replay: bool = False) -
         start_s = (found[0].submitted_s if found else 0.0) if replay else time.time()
         reader = _StoreReader(store, fingerprint, start_s, replay)
         for job in found:
-            reader.read(job)
+            if missing := reader.read(job):
+                reader.skipped.append(f"job {job.name!r} {missing}")
     finally:
         store.close()
     if not reader.jobs:
@@ -113,29 +114,27 @@ class _StoreReader:
         self._replay = replay
         self._contents: dict[str, dict[str, Any] | None] = {}
 
-    def read(self, job: Job) -> None:
+    def read(self, job: Job) -> str:
+        """Add a job; if it cannot be simulated, return what is missing instead."""
         if job.work.command is not None:
-            self.skipped.append(f"job {job.name!r} is a command, which has no profile")
-            return
+            return "is a command, which has no profile"
         key = job.work.profile_key(self._fingerprint)
         if key not in self._contents:
             self._contents[key] = self._store.profile(key)
         content = self._contents[key]
         if content is None:
-            self.skipped.append(f"job {job.name!r} has no profile for {self._fingerprint}; expected one measured there")
-            return
+            return f"has no profile for {self._fingerprint}; expected one measured there"
         total = job.progress.total_work or content.get("total_work")
         if total is None:
-            self.skipped.append(f"job {job.name!r} does not say how much work there is in all (total_work)")
-            return
+            return "does not say how much work there is in all (total_work)"
         left = total if self._replay else total - job.progress.work_done
         if left <= 0:
-            self.skipped.append(f"job {job.name!r} has no work left")
-            return
+            return "has no work left"
         kind = self._kind(key, job, content)
         deadline_s = None if job.deadline_s is None else job.deadline_s - self._start_s
         arrival_s = max(0.0, job.submitted_s - self._start_s) if self._replay else 0.0
         self.jobs.append(SimJob(job.id, job.name, kind.name, arrival_s, left, deadline_s, job.user, job.priority))
+        return ""
 
     def _kind(self, key: str, job: Job, content: dict[str, Any]) -> FillKind:
         if key not in self.kinds:
