@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil, inf
 
 from megatron.fill.errors import GraphError
 from megatron.fill.wings.graph.cost import Cluster, Costs
 from megatron.fill.wings.graph.model import ModelGraph, members
-from megatron.fill.wings.graph.options import Choice, Entry, Options
+from megatron.fill.wings.graph.options import Choice, Options
 from megatron.fill.wings.graph.partition import Partitioner
 from megatron.fill.wings.graph.plan import Plan, Stage
 from megatron.fill.wings.graph.schedule import group, in_flight
 from megatron.fill.wings.graph.timeline import GraphTimeline, simulate
 from megatron.fill.wings.graph.tree import Chain, decompose
-
-type Partition = Callable[[Options], tuple[Entry, ...]]
 
 _FIRST_STEP, _LARGEST_STEP = 0.01, 1.0  # relative growth of the limit until there is a plan
 _TOLERANCE = 1e-3
@@ -83,7 +81,7 @@ def plan_graph(
     """
     chain, lined = decompose(graph)
     found = search_chain(graph, cluster, batch, sizes, chain, tolerance=tolerance)
-    return Found(found.timeline, found.bottleneck_s, found.steps, tuple(map(graph.names, lined)))
+    return replace(found, lined=tuple(map(graph.names, lined)))
 
 
 def search_chain(
@@ -97,21 +95,14 @@ def search_chain(
 ) -> Found:
     """Plan like ``plan_graph``, for a given chain.
 
+    The smallest limit on the time per sample that has a plan is found, and the best plan at this and larger limits.  An
+    iteration takes the batch at the bottleneck's time per sample, plus filling and draining the pipeline.  So a plan
+    with a longer time per sample and fewer stages in a row may be faster, and plans are compared by their timelines.
+
     Args:
         sequential: True if each stage also waits for the one before it.
     """
     costs = Costs(graph, cluster, batch)
-    return search(costs, sizes, lambda options: Partitioner(graph, chain, options).entries(), sequential, tolerance)
-
-
-def search(
-    costs: Costs, sizes: Sequence[int], partition: Partition, sequential: bool, tolerance: float = _TOLERANCE
-) -> Found:
-    """Find the smallest limit on the time per sample that has a plan, and the best plan at this and larger limits.
-
-    An iteration takes the batch at the bottleneck's time per sample, plus filling and draining the pipeline.  A plan
-    with a longer time per sample and fewer stages in a row may be faster, so plans are compared by their timelines.
-    """
     _check_operators(costs, sizes)
     _check_devices(costs)
     options = Options(costs, sizes, inf)
@@ -120,7 +111,8 @@ def search(
     def plans(limit_s: float) -> list[Plan]:
         nonlocal steps
         steps += 1
-        entries = sorted(partition(options.within(limit_s)), key=lambda its: sum(its.need))
+        ways = Partitioner(graph, chain, options.within(limit_s)).entries()
+        entries = sorted(ways, key=lambda its: sum(its.need))
         return [build(costs, entry.link.choices(), sequential) for entry in entries[:_TIMED]]
 
     low_s = _floor(options)

@@ -28,9 +28,13 @@ def _layer(name: str, inputs: tuple[str, ...], spec: ModelSpec) -> Operator:
     )
 
 
-def _tower(name: str, spec: ModelSpec, first: tuple[str, ...] = ()) -> list[Operator]:
+def _tower(
+    name: str, layers: int, hidden: int, heads: int, sequence: int, first: tuple[str, ...] = ()
+) -> list[Operator]:
+    """Layers of a transformer, without an embedding."""
+    spec = ModelSpec(layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=0)
     found: list[Operator] = []
-    for at in range(spec.layers):
+    for at in range(layers):
         found.append(_layer(f"{name}.{at}", (found[-1].name,) if found else first, spec))
     return found
 
@@ -54,23 +58,18 @@ def _dense(name: str, layers: int, width: int) -> list[Operator]:
     return found
 
 
-def transformer_spec(layers: int, hidden: int, heads: int, sequence: int) -> ModelSpec:
-    """Return the description of transformer layers without an embedding."""
-    return ModelSpec(layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=0)
-
-
 def mmt(branches: int = 4, layers: int = 8, joined: bool = True, name: str = "mmt") -> ModelGraph:
     """The multi-modal transformer: a tower for each modality.
 
     Args:
         joined: True if the towers' outputs go into one linear layer; otherwise each has a loss of its own.
     """
-    spec = transformer_spec(layers, 1024, 16, 256)
-    towers = [_tower(f"modality{at}", spec) for at in range(branches)]
+    hidden = 1024
+    towers = [_tower(f"modality{at}", layers, hidden, 16, 256) for at in range(branches)]
     found = [operator for tower in towers for operator in tower]
     if joined:
         ends = tuple(tower[-1].name for tower in towers)
-        found.append(_linear("head", ends, branches * spec.hidden, spec.hidden))
+        found.append(_linear("head", ends, branches * hidden, hidden))
     return ModelGraph(name, tuple(found))
 
 
@@ -108,13 +107,13 @@ def candle(branches: int = 7, layers: int = 4, joined: bool = True) -> ModelGrap
 
 def two_tower() -> ModelGraph:
     """A vision tower and an audio tower of unequal length, into a language model of GPT-2 medium's width."""
-    vision = _tower("vision", transformer_spec(12, 1024, 16, 576))
-    audio = _tower("audio", transformer_spec(6, 768, 12, 512))
+    vision = _tower("vision", 12, 1024, 16, 576)
+    audio = _tower("audio", 6, 768, 12, 512)
     project = [
         _linear("vision.projector", (vision[-1].name,), 1024, 1024, tokens=576),
         _linear("audio.projector", (audio[-1].name,), 768, 1024, tokens=512),
     ]
-    language = _tower("language", transformer_spec(24, 1024, 16, 1536), tuple(its.name for its in project))
+    language = _tower("language", 24, 1024, 16, 1536, tuple(its.name for its in project))
     return ModelGraph("two-tower", (*vision, *audio, *project, *language))
 
 
