@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import functools
 import re
+from collections.abc import Callable
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get_origin
 
@@ -17,10 +17,10 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import exit_saying
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.given.settings import FLAG
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, wrap
 
-_ADD = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
-_PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider", "ignore_unknown_args"))
+ADD = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
+PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider", "ignore_unknown_args"))
 
 
 def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,29 +85,28 @@ def tell_briefly(parser: argparse.ArgumentParser) -> None:
     parser.error = error  # type: ignore[method-assign]
 
 
-def _install(stack: contextlib.ExitStack) -> None:
-    owner, name = _ADD.resolve()
-    add = getattr(owner, name)
-
-    @functools.wraps(add)
-    def add_with_fill(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _with_fill(add: Callable[..., Any]) -> Callable[..., Any]:
+    def run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add_fill_arguments(add(parser))
         _mend_help(parser)
         tell_briefly(parser)
         return parser
 
-    replace(stack, owner, name, add_with_fill)
+    return run
 
-    owner, name = _PARSE.resolve()
-    parse = getattr(owner, name)
 
-    @functools.wraps(parse)
-    def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
+def _checked(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
         attached.parsed(parsed)
         return parsed
 
-    replace(stack, owner, name, parse_and_check)
+    return run
 
 
-PATCH = Patch("arguments", "one function builds Megatron's parser, one uses it", _install, (_ADD, _PARSE))
+def _install(stack: contextlib.ExitStack) -> None:
+    wrap(stack, *ADD.resolve(), _with_fill)
+    wrap(stack, *PARSE.resolve(), _checked)
+
+
+PATCH = Patch("arguments", "one function builds Megatron's parser, one uses it", _install, (ADD, PARSE))

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace, wrap
 
 _MODULE = "megatron.core.pipeline_parallel.bridge_communicator"
 _BRIDGE = f"{_MODULE}:BridgeCommunicator"
@@ -58,7 +59,6 @@ _call = _Call()
 
 
 def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -> Callable[..., Any]:
-    @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _call.depth:
             _call.for_backward = for_backward
@@ -76,7 +76,6 @@ def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -
 
 
 def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def communicate_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
         return bus.wait(functools.partial(original, self, *args, **kwargs), for_backward=_call.for_backward)
 
@@ -100,16 +99,13 @@ class _OfTheWorld:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    import importlib
-
     module = importlib.import_module(_MODULE)
     replace(stack, module, "dist", _OfTheWorld(module.dist))
-    owner, name = _SHAPES.resolve()
-    replace(stack, owner, name, _opening(getattr(owner, name)))
+    wrap(stack, *_SHAPES.resolve(), _opening)
     for targets, bridge in ((_BRIDGE_CALLS, True), (_PIPELINE_CALLS, False)):
         for target in targets:
             owner, name = target.resolve()
-            replace(stack, owner, name, _outermost(getattr(owner, name), _CALLS[name], bridge))
+            wrap(stack, owner, name, _outermost, _CALLS[name], bridge)
 
 
 PATCH = Patch(

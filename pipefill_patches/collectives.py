@@ -25,7 +25,7 @@ from typing import Any
 from weakref import ref
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import replace
+from pipefill_patches.patch import wrap
 
 _ALWAYS = ("allreduce", "broadcast", "barrier")
 # The names in all versions of torch.
@@ -102,7 +102,7 @@ def blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def wrap_calls(stack: contextlib.ExitStack, wrapper: Callable[[Call, str], Call]) -> None:
-    """Wrap all methods of process groups that communicate; ``wrapper`` is called with each method and its name.
+    """Wrap all methods of process groups that communicate, by ``wrapper(method, name)``.
 
     Raises:
         AttributeError: this torch lacks one of ``_ALWAYS``.
@@ -111,7 +111,7 @@ def wrap_calls(stack: contextlib.ExitStack, wrapper: Callable[[Call, str], Call]
 
     groups = torch.distributed.ProcessGroup
     for name in (*_ALWAYS, *(name for name in _CALLS if hasattr(groups, name))):
-        replace(stack, groups, name, wrapper(getattr(groups, name), name))
+        wrap(stack, groups, name, wrapper, name)
 
 
 def install(stack: contextlib.ExitStack) -> None:
@@ -133,7 +133,6 @@ def install(stack: contextlib.ExitStack) -> None:
         return name in _TRANSFERS or (name == "_end_coalescing" and before in _TRANSFERS)
 
     def watched_wait(wait: Call) -> Call:
-        @functools.wraps(wait)
         def run(work: Any, *args: Any, **kwargs: Any) -> Any:
             if not pending or (key := ref(work)) not in pending:
                 return wait(work, *args, **kwargs)
@@ -154,7 +153,6 @@ def install(stack: contextlib.ExitStack) -> None:
         return run
 
     def watched(call: Call, name: str) -> Call:
-        @functools.wraps(call)
         def run(group: Any, *args: Any, **kwargs: Any) -> Any:
             across = bus.between_passes and (posts_transfer(name) or spans_stages(group))
             ours = across or (account.settled and account.thread == get_ident())
@@ -178,7 +176,7 @@ def install(stack: contextlib.ExitStack) -> None:
 
     kind: Any
     for kind in _kinds(torch.distributed.Work):
-        replace(stack, kind, "wait", watched_wait(kind.wait))
+        wrap(stack, kind, "wait", watched_wait)
     wrap_calls(stack, watched)
     stack.callback(spans_stages.cache_clear)
     stack.callback(wait_name.cache_clear)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -18,10 +17,8 @@ import torch
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.launcher import cores_by_srun, local_rank, ranks_here
-from pipefill_patches import cpu_gloo, cpu_layers, cpu_processes, cpu_torch, wheel
-from pipefill_patches.patch import Patch, Target, replace
-
-__all__ = ["PATCH", "needed", "pin_to_core"]
+from pipefill_patches import arguments, cpu_gloo, cpu_layers, cpu_processes, cpu_torch, wheel
+from pipefill_patches.patch import Patch, Target, wrap
 
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 
@@ -31,27 +28,9 @@ def needed() -> bool:
     return PATCH.applied or not torch.cuda.is_available()
 
 
-def pin_to_core(local_rank: int) -> int:
-    """Pin all threads of this process, and those they start, to one core; return its number.
-
-    The core is the ``local_rank``-th of those the process may use, modulo their number.  Call it before any process
-    group exists: gloo's threads inherit the mask of the thread that starts them.  On a system without affinity masks
-    nothing is pinned and -1 is returned; torch computes with one thread either way.
-    """
-    torch.set_num_threads(1)
-    if not hasattr(os, "sched_getaffinity"):
-        return -1
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[local_rank % len(cores)]
-    for thread in _threads():
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(thread, {core})
-    return core
-
-
 def _placed(ranks: int) -> str:
     """Describe how the ranks of this machine are placed on its cores; call it before this one is pinned."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ranks
+    cores = len(os.sched_getaffinity(0))
     if ranks <= cores or cores <= cores_by_srun():  # srun binds each rank to its own cores, and hides the others
         return "one core per rank"
     # Launchers give each rank a session, and the kernel shares a core among sessions, for any scheduling class.
@@ -62,22 +41,28 @@ def _placed(ranks: int) -> str:
     )
 
 
-def _pin_until_closed(stack: contextlib.ExitStack, local_rank: int) -> None:
+def _pin_to_core(stack: contextlib.ExitStack, local_rank: int) -> None:
+    """Pin all threads of this process, and those they start, to one core, until ``stack`` is closed.
+
+    The core is the ``local_rank``-th of those the process may use, modulo their number.  Call it before any process
+    group exists: gloo's threads inherit the mask of the thread that starts them.
+    """
     stack.callback(torch.set_num_threads, torch.get_num_threads())
-    if hasattr(os, "sched_getaffinity"):
-        masks = {}
-        for thread in _threads():
-            with contextlib.suppress(ProcessLookupError):
-                masks[thread] = os.sched_getaffinity(thread)
-        stack.callback(_unpin, masks)
-    pin_to_core(local_rank)
-
-
-def _unpin(masks: dict[int, set[int]]) -> None:
-    everywhere = set().union(*masks.values())
-    for thread in _threads():  # threads started in the meantime inherited the one core
+    torch.set_num_threads(1)
+    cores = os.sched_getaffinity(0)
+    masks = {}
+    for thread in _threads():
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(thread, masks.get(thread, everywhere))
+            masks[thread] = os.sched_getaffinity(thread)
+    stack.callback(_pin, masks, set().union(*masks.values()))  # also threads that have inherited the one core
+    _pin({}, {sorted(cores)[local_rank % len(cores)]})
+
+
+def _pin(masks: dict[int, set[int]], others: set[int]) -> None:
+    """Pin each thread of this process to its cores; those without a mask to ``others``."""
+    for thread in _threads():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, masks.get(thread, others))
 
 
 def _threads() -> list[int]:
@@ -109,10 +94,7 @@ def _backend(name: str) -> str:
     return name
 
 
-def _with_cpu_defaults(
-    add_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
-) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    @functools.wraps(add_arguments)
+def _with_cpu_defaults(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         actions = wheel.set_defaults(add_arguments(parser), _defaults(), PATCH)
         actions["distributed_backend"].type = _backend
@@ -127,17 +109,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    from megatron.core.datasets import utils as dataset_utils
-    from megatron.training import arguments
-
     reason = "CUDA is left alone" if torch.cuda.is_available() else "no CUDA device"
     placed = _placed(ranks_here(1))
-    _pin_until_closed(stack, local_rank())
+    _pin_to_core(stack, local_rank())
     cpu_torch.install(stack)
     cpu_gloo.install(stack)
     cpu_processes.install(stack)
-    replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
-    replace(stack, dataset_utils, "compile_helpers", wheel.unless_shipped(dataset_utils.compile_helpers))
+    wrap(stack, *arguments.ADD.resolve(), _with_cpu_defaults)
+    wrap(stack, *wheel.COMPILE.resolve(), wheel.unless_shipped)
     wheel.resumable_adam(stack)
     cpu_layers.install(stack)
     logger = logging.getLogger(_RNG_LOGGER)
@@ -152,8 +131,8 @@ PATCH = Patch(
     "Megatron names CUDA in hundreds of places and torch is below all of them",
     _install,
     targets=(
-        Target("megatron.training.arguments:add_megatron_arguments", ("parser",)),
-        Target("megatron.core.datasets.utils:compile_helpers", ()),
+        arguments.ADD,
+        wheel.COMPILE,
         Target("megatron.core.tensor_parallel.random:_get_cuda_rng_state", ("device", "clone", "graph_safe")),
         Target("megatron.core.tensor_parallel.random:_set_cuda_rng_state", ("new_state", "device", "graph_safe")),
         cpu_processes.PREPARE,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pipefill_patches.patch import Target, replace
+from pipefill_patches.patch import Target, replace, wrap
 
 _NORM = Target("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", ("cls", "config", "hidden_size"))
 _ATTENTION_INIT = Target(
@@ -33,8 +34,9 @@ TARGETS = (_NORM, _ATTENTION_INIT, _ATTENTION, _GATHER, _MOVE)
 
 def install(stack: contextlib.ExitStack) -> None:
     _sequence_parallel_norm(stack)
-    _any_attention(stack)
-    _token_counts_on_host(stack)
+    wrap(stack, *_ATTENTION_INIT.resolve(), _any_width)
+    wrap(stack, *_ATTENTION.resolve(), _attention_to_all)
+    wrap(stack, *_MOVE.resolve(), _token_counts_on_host)
 
 
 def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
@@ -53,12 +55,8 @@ def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
     replace(stack, owner, name, staticmethod(norm))
 
 
-def _any_attention(stack: contextlib.ExitStack) -> None:
-    owner, _ = _ATTENTION.resolve()
-    initialize, attend = owner.__init__, owner.forward
-
-    @functools.wraps(initialize)
-    def initialize_any(
+def _any_width(initialize: Callable[..., None]) -> Callable[..., None]:
+    def run(
         self: Any, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
     ) -> None:
         alone = copy.copy(config)
@@ -70,14 +68,16 @@ def _any_attention(stack: contextlib.ExitStack) -> None:
         initialize(self, alone, *args, **kwargs)
         self.config = config
 
-    @functools.wraps(attend)
-    def attend_to_all(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return run
+
+
+def _attention_to_all(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config.context_parallel_size > 1:
             key, value = in_order(key), in_order(value)
         return attend(self, query, key, value, *args, **kwargs)
 
-    replace(stack, owner, "__init__", initialize_any)
-    replace(stack, owner, "forward", attend_to_all)
+    return run
 
 
 def in_order(part: torch.Tensor) -> torch.Tensor:
@@ -94,13 +94,9 @@ def in_order(part: torch.Tensor) -> torch.Tensor:
     return torch.cat((*chunks[::2], *reversed(chunks[1::2])))
 
 
-def _token_counts_on_host(stack: contextlib.ExitStack) -> None:
-    owner, name = _MOVE.resolve()
-    move = getattr(owner, name)
-
-    @functools.wraps(move)
-    def move_or_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _token_counts_on_host(move: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # Upstream converts only tensors on a device to an array, and a collective accepts no tensor as sizes.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
 
-    replace(stack, owner, name, move_or_convert)
+    return run

@@ -10,14 +10,13 @@ CPU are not copied by ``to("cpu")``: the worker would read the very parameters t
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from pipefill_patches import cpu_torch
-from pipefill_patches.patch import Target, replace
+from pipefill_patches.patch import Target, wrap
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 PREPARE = Target(f"{_WRITER}.prepare_write_data", ("self", "plan", "planner"), uses=("write_buckets",))
@@ -36,7 +35,6 @@ class OnCpu:
 
 
 def _with_backend(start: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(start)
     def run(self: Any) -> None:
         method = self._start_method or multiprocessing.get_start_method()
         if method != "fork" and self._target is not None:
@@ -47,7 +45,6 @@ def _with_backend(start: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _copied(prepare: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(prepare)
     def run(self: Any, plan: Any, planner: Any) -> None:
         prepare(self, plan, planner)
         self.write_buckets = [
@@ -60,6 +57,5 @@ def _copied(prepare: Callable[..., None]) -> Callable[..., None]:
 
 def install(stack: contextlib.ExitStack) -> None:
     """Make the processes that this one starts run on the CPU too, until ``stack`` is closed."""
-    replace(stack, BaseProcess, "start", _with_backend(BaseProcess.start))
-    owner, name = PREPARE.resolve()
-    replace(stack, owner, name, _copied(getattr(owner, name)))
+    wrap(stack, BaseProcess, "start", _with_backend)
+    wrap(stack, *PREPARE.resolve(), _copied)

@@ -8,10 +8,8 @@ registered on an ``ExitStack`` and reverted by closing it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ import torch.utils.data.dataloader
 from torch.overrides import TorchFunctionMode
 
 from megatron.fill.hooks import BubbleBus
-from pipefill_patches.patch import replace
+from pipefill_patches.patch import replace, wrap
 
 _CPU = torch.device("cpu")
 
@@ -166,25 +164,19 @@ def _total_memory_bytes() -> int:
 
 def _peak_bytes(*_args: Any) -> int:
     """Return the peak resident memory of this process, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _resident_bytes(*_args: Any) -> int:
-    """Return the resident memory of this process now, in bytes (its peak on a system without procfs)."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return _peak_bytes()
+    """Return the resident memory of this process now, in bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory_stats(*_args: Any) -> dict[str, int]:
-    now, peak = _resident_bytes(), _peak_bytes()
-    stats = {f"{kind}_bytes.all.{when}": now for kind in ("allocated", "reserved") for when in ("current", "peak")}
-    return (
-        stats | {f"{kind}_bytes.all.peak": peak for kind in ("allocated", "reserved")} | {"allocation.all.current": 0}
-    )
+    both = {"current": _resident_bytes(), "peak": _peak_bytes()}
+    stats = {f"{kind}_bytes.all.{when}": size for kind in ("allocated", "reserved") for when, size in both.items()}
+    return stats | {"allocation.all.current": 0}
 
 
 def _properties(*_args: Any) -> SimpleNamespace:
@@ -230,7 +222,6 @@ def _cuda_stand_ins() -> dict[str, Any]:
 def _without_device_id(init: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``init_process_group`` to drop ``device_id``, which would bind the group to a device that does not exist."""
 
-    @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
         return init(*args, **kwargs)
@@ -245,7 +236,6 @@ def _keeping_rng_state(init: Callable[..., None]) -> Callable[..., None]:
     here, the ranks of a tensor-parallel group would get different dropout, and so would a resumed run.
     """
 
-    @functools.wraps(init)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         state = torch.get_rng_state()
         try:
@@ -275,30 +265,29 @@ def install(stack: contextlib.ExitStack) -> None:
     # The call's argument parser refuses a stream that is not torch's own, before any mode is called.
     replace(stack, torch.Tensor, "record_stream", _nothing)
 
-    init = _without_device_id(torch.distributed.init_process_group)
-    replace(stack, torch.distributed, "init_process_group", init)
-    replace(stack, torch.distributed.distributed_c10d, "init_process_group", init)
-    loader = torch.utils.data.dataloader._BaseDataLoaderIter
-    replace(stack, loader, "__init__", _keeping_rng_state(loader.__init__))
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        wrap(stack, module, "init_process_group", _without_device_id)
+    wrap(stack, torch.utils.data.dataloader._BaseDataLoaderIter, "__init__", _keeping_rng_state)
 
     mode = CudaOnCpu()
-    engine = torch.autograd._engine_run_backward
 
-    @functools.wraps(engine)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def in_mode(engine: Callable[..., Any]) -> Callable[..., Any]:
         # backward() is itself a torch function, and a mode is off inside the call that it handles.  But the backward of
         # a Python autograd.Function (such as activation recomputation) needs it.
-        with mode:
-            return engine(*args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return engine(*args, **kwargs)
 
-    replace(stack, torch.autograd, "_engine_run_backward", run_backward)
-    beside = BubbleBus.wait
+        return run
 
-    @functools.wraps(beside)
-    def wait(self: BubbleBus, *args: Any, **kwargs: Any) -> Any:
+    def beside(wait: Callable[..., Any]) -> Callable[..., Any]:
         # A collective is a torch function too, and a callback may compute during its wait, in the mode.
-        with mode if self.callbacks else contextlib.nullcontext():
-            return beside(self, *args, **kwargs)
+        def run(self: BubbleBus, *args: Any, **kwargs: Any) -> Any:
+            with mode if self.callbacks else contextlib.nullcontext():
+                return wait(self, *args, **kwargs)
 
-    replace(stack, BubbleBus, "wait", wait)
+        return run
+
+    wrap(stack, torch.autograd, "_engine_run_backward", in_mode)
+    wrap(stack, BubbleBus, "wait", beside)
     stack.enter_context(mode)

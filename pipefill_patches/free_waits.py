@@ -17,7 +17,6 @@ lengths, and Megatron's ring exchange, are not held.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import Any
 from megatron.fill.attached import HeldReceives, attached
 from megatron.fill.errors import FillError, PatchError
 from pipefill_patches import p2p_communicator
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, wrap
 
 logger = logging.getLogger("pipefill")
 
@@ -68,7 +67,6 @@ def _off_where_it_fails() -> Any:
 def _while_held(post: Post, held: Callable[[HeldReceives, Post, dict[str, Any]], Any]) -> Post:
     """Wrap a function that posts transfers: while receives are held, ``held`` is called with it instead."""
 
-    @functools.wraps(post)
     def run(**transfers: Any) -> Any:
         waits = attached.waits
         return post(**transfers) if waits is None else held(waits, post, transfers)
@@ -116,9 +114,8 @@ def _batched(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> Any:
 def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied:
         raise PatchError("patch 'free_waits' must be applied before 'p2p_communicator', which watches its waits")
-    for target, held in ((_POST, _one_by_one), (_POST_BATCHED, _batched)):
-        owner, name = target.resolve()
-        replace(stack, owner, name, _while_held(getattr(owner, name), held))
+    wrap(stack, *_POST.resolve(), _while_held, _one_by_one)
+    wrap(stack, *_POST_BATCHED.resolve(), _while_held, _batched)
     stack.callback(attached.wait_usually)
 
 

@@ -12,7 +12,6 @@ passes are measured unless they are given by flags.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import inspect
 from argparse import Namespace
@@ -26,25 +25,19 @@ from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.ghosts import GhostWaits, ghost_waits
 from megatron.fill.pipeline.schedules import make_schedule
 from pipefill_patches import collectives, cpu_backend, ghost_flags, p2p_communicator, training_loop
+from pipefill_patches.arguments import PARSE
 from pipefill_patches.ghost_flags import GhostSettings
 from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits, Waits
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.p2p_communicator import POST, POST_BATCHED, TRANSFERS
+from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.schedules import BACKWARD, FORWARD
 
-_TRAINING = "megatron.training.training"
-_P2P = "megatron.core.pipeline_parallel.p2p_communication"
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
-_PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider", "ignore_unknown_args"))
 _TRAIN = Target(
-    f"{_TRAINING}:train",
+    "megatron.training.training:train",
     ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator", "valid_data_iterator",
      "process_non_loss_data_func", "config"),
 )  # fmt: skip
 _GATHER = Target("megatron.training.dist_signal_handler:all_gather_item", ("item", "dtype"))
-_POST = Target(f"{_P2P}:_p2p_ops", _TRANSFERS)
-_POST_BATCHED = Target(f"{_P2P}:_batched_p2p_ops", _TRANSFERS)
-_FORWARD = Target(f"{_SCHEDULES}:forward_step", ("forward_step_func", "data_iterator", "model", "num_microbatches"))
-_BACKWARD = Target(f"{_SCHEDULES}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
 _WARMUP, _MEASURED = 2, 3  # numbers of iterations
 _SCALES = {"recv_prev": 0.02, "recv_next": 1e-4}  # standard deviations of the random activations and gradients
 # Options of Megatron's configuration that the timeline does not support.
@@ -219,77 +212,61 @@ def _install(stack: contextlib.ExitStack) -> None:
         raise PatchError("patch 'ghost_stages' must be applied before 'p2p_communicator' and 'training_loop'")
     ghosts: list[_Ghosts] = []  # has one element once the flags are parsed
 
-    owner, name = _PARSE.resolve()
-    parse = getattr(owner, name)
+    def parsing(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Namespace:
+            parsed = parse(*args, **kwargs)
+            assert ghost_flags.requested is not None  # else the patch is not applied
+            settings = GhostSettings.from_args(ghost_flags.requested, parsed, cpu_backend.PATCH.applied)
+            ghosts[:] = [_Ghosts(settings, parsed)]
+            return parsed
 
-    @functools.wraps(parse)
-    def parse_for_stage(*args: Any, **kwargs: Any) -> Namespace:
-        parsed = parse(*args, **kwargs)
-        assert ghost_flags.requested is not None  # else the patch is not applied
-        settings = GhostSettings.from_args(ghost_flags.requested, parsed, cpu_backend.PATCH.applied)
-        ghosts[:] = [_Ghosts(settings, parsed)]
-        return parsed
+        return run
 
-    replace(stack, owner, name, parse_for_stage)
+    def training(train: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(train).bind(*args, **kwargs).arguments
+            ghosts[0].begin_training(given["model"], given["config"])
+            try:
+                result = train(*args, **kwargs)
+            finally:
+                bus.callbacks.remove(ghosts[0])
+            print(f"PipeFill: ghosts: {ghosts[0].told_weights(given['model'])}", flush=True)
+            return result
 
-    owner, name = _TRAIN.resolve()
-    train = getattr(owner, name)
+        return run
 
-    @functools.wraps(train)
-    def train_stage(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(train).bind(*args, **kwargs).arguments
-        ghosts[0].begin_training(given["model"], given["config"])
-        try:
-            result = train(*args, **kwargs)
-        finally:
-            bus.callbacks.remove(ghosts[0])
-        print(f"PipeFill: ghosts: {ghosts[0].told_weights(given['model'])}", flush=True)
-        return result
+    def timed(compute: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: ghosts[0].timed(kind, compute, args, kwargs)
 
-    replace(stack, owner, name, train_stage)
+    def posting(_: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def run(**kwargs: Any) -> Any:
+            tensors = {name.removeprefix("tensor_"): kwargs[name] for name in TRANSFERS if kwargs.get(name) is not None}
+            return getattr(ghosts[0], method)(tensors)
 
-    owner, name = _GATHER.resolve()  # --exit-signal-handler gathers the signals of all ranks
-    replace(stack, owner, name, lambda item, *args, **kwargs: [item])
+        return run
 
-    for target, kind in ((_FORWARD, "forward"), (_BACKWARD, "backward")):
-        owner, name = target.resolve()
-        replace(stack, owner, name, _timed(ghosts, kind, getattr(owner, name)))
-    for target, method in ((_POST, "post"), (_POST_BATCHED, "post_batched")):
-        owner, name = target.resolve()
-        replace(stack, owner, name, _posting(ghosts, method, getattr(owner, name)))
-    collectives.wrap_calls(stack, functools.partial(_draining, ghosts))
+    def draining(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if ghosts and bus.in_drain and collectives.blocks(name, args, kwargs) and collectives.spans_stages(group):
+                ghosts[0].drain()
+            return call(group, *args, **kwargs)
 
+        return run
 
-def _timed(ghosts: list[_Ghosts], kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        return ghosts[0].timed(kind, run, args, kwargs)
-
-    return timed
-
-
-def _posting(ghosts: list[_Ghosts], method: str, post: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(post)
-    def run(**kwargs: Any) -> Any:
-        tensors = {name.removeprefix("tensor_"): kwargs[name] for name in _TRANSFERS if kwargs.get(name) is not None}
-        return getattr(ghosts[0], method)(tensors)
-
-    return run
-
-
-def _draining(ghosts: list[_Ghosts], call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def run(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if ghosts and bus.in_drain and collectives.blocks(name, args, kwargs) and collectives.spans_stages(group):
-            ghosts[0].drain()
-        return call(group, *args, **kwargs)
-
-    return run
+    wrap(stack, *PARSE.resolve(), parsing)
+    wrap(stack, *_TRAIN.resolve(), training)
+    # --exit-signal-handler gathers the signals of all ranks.
+    wrap(stack, *_GATHER.resolve(), lambda _: lambda item, *args, **kwargs: [item])
+    wrap(stack, *FORWARD.resolve(), timed, "forward")
+    wrap(stack, *BACKWARD.resolve(), timed, "backward")
+    wrap(stack, *POST.resolve(), posting, "post")
+    wrap(stack, *POST_BATCHED.resolve(), posting, "post_batched")
+    collectives.wrap_calls(stack, draining)
 
 
 PATCH = Patch(
     "ghost_stages",
     "a rank meets the others where transfers are posted, and in the first collective after its last backward",
     _install,
-    (_PARSE, _TRAIN, _GATHER, _POST, _POST_BATCHED, _FORWARD, _BACKWARD),
+    (PARSE, _TRAIN, _GATHER, POST, POST_BATCHED, FORWARD, BACKWARD),
 )

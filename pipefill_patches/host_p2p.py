@@ -13,20 +13,14 @@ It is for trials on one GPU, and applied only on ``PIPEFILL_HOST_P2P=1``, with `
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.fill.errors import ConfigError, PatchError
 from pipefill_patches import p2p_communicator
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.p2p_communicator import POST, POST_BATCHED, TRANSFERS
+from pipefill_patches.patch import Patch, Target, replace, wrap
 
-_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
-# The order in which the batched function posts them.
-_TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
-_POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
-_POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
 _REDUCE = Target(
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
     ("self",),
@@ -65,10 +59,9 @@ class _StagedRequest:
 
 
 def _through_host(post: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(post)
     def run(**kwargs: Any) -> Any:
         copies: dict[str, tuple[Any, Any]] = {}  # copy and target of each transfer, by the request's name
-        for name in _TRANSFERS:
+        for name in TRANSFERS:
             tensor = kwargs[name]
             if tensor is not None:
                 key = name.removeprefix("tensor_")
@@ -109,7 +102,6 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = 
 def _unless_alone(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap all-reduce: a blocking one in a group of one rank does nothing (gloo would copy through the host)."""
 
-    @functools.wraps(all_reduce)
     def run(*args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group") or (args[2] if len(args) > 2 else None)
         waits = not (kwargs.get("async_op") or (len(args) > 3 and args[3]))
@@ -123,17 +115,17 @@ def _unless_alone(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
 def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied:
         raise PatchError("patch 'host_p2p' must be applied before 'p2p_communicator', which watches its waits")
-    for target in (_POST, _POST_BATCHED):
-        owner, name = target.resolve()
-        replace(stack, owner, name, _through_host(getattr(owner, name)))
-    replace(stack, importlib.import_module(_REDUCE.path.partition(":")[0]), "_coalescing_manager", _one_by_one)
-    owner, name = _ALL_REDUCE.resolve()
-    replace(stack, owner, name, _unless_alone(getattr(owner, name)))
+    from megatron.core.distributed import param_and_grad_buffer
+
+    wrap(stack, *POST.resolve(), _through_host)
+    wrap(stack, *POST_BATCHED.resolve(), _through_host)
+    replace(stack, param_and_grad_buffer, "_coalescing_manager", _one_by_one)
+    wrap(stack, *_ALL_REDUCE.resolve(), _unless_alone)
 
 
 PATCH = Patch(
     "host_p2p",
     "all pipeline transfers are posted by one of two functions, which hand out the requests to wait for",
     _install,
-    (_POST, _POST_BATCHED, _REDUCE, _ALL_REDUCE),
+    (POST, POST_BATCHED, _REDUCE, _ALL_REDUCE),
 )

@@ -16,15 +16,14 @@ A program that trains a graph and calls the schedule without a communicator, as 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import Patch, Target, replace
-from pipefill_patches.schedules import spanned
+from pipefill_patches.patch import Patch, Target, replace, wrap
+from pipefill_patches.schedules import PLAIN, spanned
 
 _PIPELINE = "megatron.core.pipeline_parallel.multimodule_communicator:MultiModulePipelineCommunicator"
 _STAGE = Target(f"{_PIPELINE}.current_stage", ("self",), ("total_stages",))
@@ -32,14 +31,10 @@ _TOTAL = Target(f"{_PIPELINE}.total_stages", ("self",))
 _BUILD = Target(f"{_PIPELINE}._build_rank_module_info_map", ("self",), ("rank_module_map", "bridge_comms"))
 _OUT = Target(f"{_PIPELINE}.send_forward_recv_backward", ("self",), ("bridge_comms_as_src_module",))
 _IN = Target(f"{_PIPELINE}.send_backward_recv_forward", ("self",), ("bridge_comms_as_dest_module",))
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_SCHEDULE = Target(
-    f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
-    ("forward_step_func", "data_iterator", "model", "num_microbatches"),
-    ("total_stages", "current_stage", "backward_step_multimodule"),
-)
+_SCHEDULE = Target(PLAIN.path, PLAIN.parameters, ("total_stages", "current_stage", "backward_step_multimodule"))
 _BACKWARD = Target(
-    f"{_SCHEDULES}:backward_step_multimodule", ("input_tensor", "output_tensor", "output_tensor_grad", "config")
+    "megatron.core.pipeline_parallel.schedules:backward_step_multimodule",
+    ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
 )
 
 
@@ -189,7 +184,6 @@ class Inlet:
 
 
 def _joined(build: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build)
     def build_and_join(self: Any) -> None:
         build(self)
         depths = _depths(self)
@@ -210,7 +204,6 @@ def _joined(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_pipeline(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(schedule)
     def run(**kwargs: Any) -> Any:
         used = _Used.pipeline
         if used is not None and kwargs.get("p2p_communicator") is None and kwargs.get("pg_collection") is None:
@@ -227,12 +220,9 @@ def _with_pipeline(schedule: Callable[..., Any]) -> Callable[..., Any]:
 def _install(stack: contextlib.ExitStack) -> None:
     owner, name = _STAGE.resolve()
     replace(stack, owner, name, property(_current_stage))
-    owner, name = _BUILD.resolve()
-    replace(stack, owner, name, _joined(getattr(owner, name)))
-    owner, name = _SCHEDULE.resolve()
-    replace(stack, owner, name, _with_pipeline(getattr(owner, name)))
-    owner, name = _BACKWARD.resolve()
-    replace(stack, owner, name, spanned(getattr(owner, name), bus.backward))
+    wrap(stack, *_BUILD.resolve(), _joined)
+    wrap(stack, *_SCHEDULE.resolve(), _with_pipeline)
+    wrap(stack, *_BACKWARD.resolve(), spanned, bus.backward)
     stack.callback(use, None)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.fill.attached import attached
 from megatron.fill.hooks import Callback, bus
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, wrap
 
 _SETUP = Target("megatron.training.training:setup_model_and_optimizer", ())  # its arguments are only passed on
 _OFFLOAD = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu", ("self",))
@@ -65,16 +65,13 @@ class OffloadedOptimizer(Callback):
         return result
 
     def on_last_backward(self) -> None:
-        self.prefetch()
-
-    def prefetch(self) -> None:
         """Start moving the state back, since the next optimizer step is near."""
         if self._away:
             self._away = False
             self._move(self.optimizer.restore_from_cpu)
 
     def _bring_back(self) -> None:
-        self.prefetch()
+        self.on_last_backward()
         if self._moving is not None:
             self._moving.result()
             self._moving = None
@@ -132,19 +129,18 @@ def _state(optimizer: Any) -> Iterator[Any]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    owner, name = _SETUP.resolve()
-    setup = getattr(owner, name)
+    def with_offload(setup: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = setup(*args, **kwargs)
+            if result[1] is not None:
+                offloaded = OffloadedOptimizer(result[1], attached.offload_pays)
+                bus.callbacks.append(offloaded)
+                stack.callback(bus.callbacks.remove, offloaded)
+            return result
 
-    @functools.wraps(setup)
-    def setup_with_offload(*args: Any, **kwargs: Any) -> Any:
-        result = setup(*args, **kwargs)
-        if result[1] is not None:
-            offloaded = OffloadedOptimizer(result[1], attached.offload_pays)
-            bus.callbacks.append(offloaded)
-            stack.callback(bus.callbacks.remove, offloaded)
-        return result
+        return run
 
-    replace(stack, owner, name, setup_with_offload)
+    wrap(stack, *_SETUP.resolve(), with_offload)
 
 
 PATCH = Patch(

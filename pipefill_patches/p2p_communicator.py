@@ -11,21 +11,21 @@ and each of their waits is a separate bubble.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, wrap
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _COMMUNICATE = Target(
     f"{_MODULE}:P2PCommunicator._communicate",
     ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs"),
 )
-_TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
-_POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
-_POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
+# The order in which the batched function posts them.
+TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+POST = Target(f"{_MODULE}:_p2p_ops", TRANSFERS)
+POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", TRANSFERS)
 _SHAPES = Target(
     f"{_MODULE}:P2PCommunicator._communicate_shapes",
     ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
@@ -46,7 +46,6 @@ class Transfers:
         self.waits = self.for_backward = False
 
     def communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def communicate(this: Any, *, recv_next: bool, wait_on_reqs: bool = True, **kwargs: Any) -> Any:
             self.waits, self.for_backward = wait_on_reqs, recv_next
             try:
@@ -58,7 +57,6 @@ class Transfers:
         return communicate
 
     def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def communicate_shapes(*args: Any, **kwargs: Any) -> Any:
             bus.open(for_backward=self.for_backward)
             try:
@@ -70,7 +68,6 @@ class Transfers:
         return communicate_shapes
 
     def post(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def post(**kwargs: Any) -> Any:
             requests, closes = original(**kwargs), not self.waits
             if isinstance(requests, dict):
@@ -107,19 +104,15 @@ class _WatchedRequest:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    for target, watched in (
-        (_COMMUNICATE, transfers.communicate),
-        (_SHAPES, transfers.exchange),
-        (_POST, transfers.post),
-        (_POST_BATCHED, transfers.post),
-    ):
-        owner, name = target.resolve()
-        replace(stack, owner, name, watched(getattr(owner, name)))
+    wrap(stack, *_COMMUNICATE.resolve(), transfers.communicate)
+    wrap(stack, *_SHAPES.resolve(), transfers.exchange)
+    wrap(stack, *POST.resolve(), transfers.post)
+    wrap(stack, *POST_BATCHED.resolve(), transfers.post)
 
 
 PATCH = Patch(
     "p2p_communicator",
     "every pipeline transfer goes through _communicate, which posts it with one of two functions",
     _install,
-    (_COMMUNICATE, _SHAPES, _POST, _POST_BATCHED),
+    (_COMMUNICATE, _SHAPES, POST, POST_BATCHED),
 )

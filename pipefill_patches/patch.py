@@ -33,8 +33,8 @@ class Target:
 
     Attributes:
         path: ``"package.module:Class.function"``.
-        parameters: names of the parameters that the function must have, in order (a version may add more at the end).
-        uses: globals and attributes that the function's code must use, because the patch replaces them.
+        parameters: its first parameters, in order.
+        uses: globals and attributes that its code must use, because the patch replaces them.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Target:
     uses: tuple[str, ...] = ()
 
     def resolve(self) -> tuple[Any, str]:
-        """Return the object that holds the function and the function's name in it.
+        """Return the object that holds the function, and its name there.
 
         Raises:
             PatchError: the module or the attribute does not exist.
@@ -115,10 +115,10 @@ class Patch:
     """A reversible change of the imported ``megatron-core`` (or ``torch``).
 
     Args:
-        name: name of the patch on the command line and in errors.
+        name: its name on the command line and in errors.
         reason: reason for the choice of this seam, in a sentence.
         install: makes the change, and registers its reversal on the given ``ExitStack``.
-        targets: functions that the patch relies on; each is checked before anything is changed.
+        targets: functions that it relies on, checked before anything is changed.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Patch:
 _MISSING = object()
 
 
-def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> Any:
-    """Set ``owner.name = value`` until the stack is closed; return the earlier value (None without one)."""
+def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set ``owner.name = value`` until the stack is closed."""
     before = owner.__dict__.get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name, _MISSING)
 
     def undo() -> None:
@@ -188,4 +188,9 @@ def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> A
 
     setattr(owner, name, value)
     stack.callback(undo)
-    return None if before is _MISSING else before
+
+
+def wrap(stack: contextlib.ExitStack, owner: Any, name: str, wrapper: Callable[..., Any], *args: Any) -> None:
+    """Replace a function by ``wrapper(function, *args)``, which gets its name, until the stack is closed."""
+    original = getattr(owner, name)
+    replace(stack, owner, name, functools.update_wrapper(wrapper(original, *args), original))

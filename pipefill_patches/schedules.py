@@ -17,24 +17,20 @@ from megatron.fill.account import HOST
 from megatron.fill.errors import PatchError
 from megatron.fill.hooks import bus
 from megatron.fill.types import CycleKey
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, wrap
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"
 _KEYWORDS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
-_PLAIN = Target(f"{_MODULE}:forward_backward_pipelining_without_interleaving", _KEYWORDS)
+PLAIN = Target(f"{_MODULE}:forward_backward_pipelining_without_interleaving", _KEYWORDS)
 _INTERLEAVED = Target(f"{_MODULE}:forward_backward_pipelining_with_interleaving", _KEYWORDS)
-_FORWARD = Target(f"{_MODULE}:forward_step", ("forward_step_func", "data_iterator", "model", "num_microbatches"))
-_BACKWARD = Target(f"{_MODULE}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
-_COMBINED = Target(
-    f"{_MODULE}:combined_1f1b_schedule_for_interleaved_pipelining",
-    ("config", "forward_step_func", "data_iterator", "model", "num_microbatches"),
-)
-_DEPTH = Target(_PLAIN.path, _PLAIN.parameters, uses=("P2PCommunicator", "total_stages"))
+FORWARD = Target(f"{_MODULE}:forward_step", _KEYWORDS)
+BACKWARD = Target(f"{_MODULE}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+_COMBINED = Target(f"{_MODULE}:combined_1f1b_schedule_for_interleaved_pipelining", ("config", *_KEYWORDS))
+_DEPTH = Target(PLAIN.path, PLAIN.parameters, uses=("P2PCommunicator", "total_stages"))
 _COMMUNICATOR = Target(f"{_MODULE}:P2PCommunicator.__init__", ("self", "pp_group", "config"))
 
 
 def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any]:
-    @functools.wraps(original)
     def run(**kwargs: Any) -> Any:
         model = kwargs["model"]
         chunks = len(model) if isinstance(model, list) else 1
@@ -54,7 +50,6 @@ def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Call
     """Wrap a pass; after it has ended, ``report`` (of the bus) is called with the time of its start."""
     account = bus.account
 
-    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
         depth = account.enter(bus.computing(report.__name__))
@@ -72,7 +67,6 @@ def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Call
 def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a combined forward and backward (``--overlap-moe-expert-parallel-comm``); a call may have only one."""
 
-    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
         backward = kwargs.get("b_virtual_microbatch_id") is not None
@@ -88,41 +82,41 @@ def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    for target, schedule in ((_PLAIN, "1f1b"), (_INTERLEAVED, "interleaved")):
-        owner, name = target.resolve()
-        replace(stack, owner, name, _bracketed(getattr(owner, name), schedule))
-    for target, report in ((_FORWARD, bus.forward), (_BACKWARD, bus.backward)):
-        owner, name = target.resolve()
-        replace(stack, owner, name, spanned(getattr(owner, name), report))
-    owner, name = _COMBINED.resolve()
-    replace(stack, owner, name, _combined(getattr(owner, name)))
+    wrap(stack, *PLAIN.resolve(), _bracketed, "1f1b")
+    wrap(stack, *_INTERLEAVED.resolve(), _bracketed, "interleaved")
+    wrap(stack, *FORWARD.resolve(), spanned, bus.forward)
+    wrap(stack, *BACKWARD.resolve(), spanned, bus.backward)
+    wrap(stack, *_COMBINED.resolve(), _combined)
 
 
 PATCH = Patch(
     "schedules",
     "the schedules call each other and the passes as globals of one module",
     _install,
-    (_PLAIN, _INTERLEAVED, _FORWARD, _BACKWARD, _COMBINED),
+    (PLAIN, _INTERLEAVED, FORWARD, BACKWARD, _COMBINED),
 )
 
 
-def _install_gpipe(stack: contextlib.ExitStack) -> None:
-    owner, name = _PLAIN.resolve()
-    one_forward_one_backward = inspect.unwrap(getattr(owner, name))
+def _gpipe(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    module, _ = PLAIN.resolve()
+    one_forward_one_backward = inspect.unwrap(schedule)
     communicator_class, _ = _COMMUNICATOR.resolve()
 
-    @functools.wraps(one_forward_one_backward)
     def forward_backward_gpipe(**kwargs: Any) -> Any:
         if kwargs.get("p2p_communicator") is not None or kwargs.get("pg_collection") is not None:
             raise PatchError("--fill-pipeline-schedule gpipe does not support multi-module pipelines")
         # The schedule creates its communicator itself, from the class with this name, and the process groups too.
-        owner.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
+        module.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
         try:
             return one_forward_one_backward(**kwargs)
         finally:
-            owner.P2PCommunicator = communicator_class
+            module.P2PCommunicator = communicator_class
 
-    replace(stack, owner, name, _bracketed(forward_backward_gpipe, "gpipe"))
+    return _bracketed(forward_backward_gpipe, "gpipe")
+
+
+def _install_gpipe(stack: contextlib.ExitStack) -> None:
+    wrap(stack, *PLAIN.resolve(), _gpipe)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from megatron.fill.hooks import bus
 from megatron.fill.launcher import local_rank, ranks_here
 from megatron.fill.types import RankInfo
 from pipefill_patches import collectives, cpu_backend
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, wrap
 
 logger = logging.getLogger("pipefill")
 
@@ -74,31 +74,32 @@ def _timers() -> dict[str, float]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    owner, name = _TRAIN_STEP.resolve()
-    train_step = _accounted(getattr(owner, name), HOST)
+    wrap(stack, *_TRAIN_STEP.resolve(), _watched)
+    for target, reason in ((_EVALUATE, EVALUATION), (_SAVE, "checkpoint"), (_CAPTURE, "graph capture")):
+        wrap(stack, *target.resolve(), _disturbing, reason)
+    _install_account(stack)
+    wrap(stack, *_INITIALIZE.resolve(), _starting)
+    wrap(stack, *_LOG.resolve(), _logging_figures)
+    collectives.install(stack)
 
-    @functools.wraps(train_step)
-    def watched_step(*args: Any, **kwargs: Any) -> Any:
+
+def _watched(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    accounted = _accounted(train_step, HOST)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         iteration = (kwargs.get("iteration") or 0) + 1
         attached.iteration_began(iteration)
         bus.begin_iteration(iteration)
         try:
-            return train_step(*args, **kwargs)
+            return accounted(*args, **kwargs)
         finally:
             bus.end_iteration()
 
-    replace(stack, owner, name, watched_step)
+    return run
 
-    for target, reason in ((_EVALUATE, EVALUATION), (_SAVE, "checkpoint"), (_CAPTURE, "graph capture")):
-        owner, name = target.resolve()
-        replace(stack, owner, name, _disturbing(getattr(owner, name), reason))
-    _install_account(stack)
 
-    owner, name = _INITIALIZE.resolve()
-    initialize = getattr(owner, name)
-
-    @functools.wraps(initialize)
-    def initialize_then_start(*args: Any, **kwargs: Any) -> Any:
+def _starting(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         result = initialize(*args, **kwargs)
         from megatron.training import get_args
 
@@ -106,13 +107,11 @@ def _install(stack: contextlib.ExitStack) -> None:
         attached.started(_rank_info(), get_args())
         return result
 
-    replace(stack, owner, name, initialize_then_start)
+    return run
 
-    owner, name = _LOG.resolve()
-    log = getattr(owner, name)
 
-    @functools.wraps(log)
-    def log_figures_too(*args: Any, **kwargs: Any) -> Any:
+def _logging_figures(log: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         result = log(*args, **kwargs)
         if attached.figures is not None:
             try:
@@ -122,9 +121,7 @@ def _install(stack: contextlib.ExitStack) -> None:
                 logger.exception("the figures of filling cannot be written any more; the training goes on")
         return result
 
-    replace(stack, owner, name, log_figures_too)
-
-    collectives.install(stack)
+    return run
 
 
 def _write_figures(iteration: int) -> None:
@@ -145,8 +142,7 @@ def _write_figures(iteration: int) -> None:
 
 def _install_account(stack: contextlib.ExitStack) -> None:
     """Bracket what a training does outside of passes and waits."""
-    owner, name = _TRAIN.resolve()
-    replace(stack, owner, name, _looped(getattr(owner, name)))
+    wrap(stack, *_TRAIN.resolve(), _looped)
     for target, what, whole in (
         (_EVALUATE, EVALUATION, False),
         (_SAVE, "save", True),
@@ -156,27 +152,23 @@ def _install_account(stack: contextlib.ExitStack) -> None:
         (_ZERO_GRADIENTS, "gradients", False),
         (_NEXT_BATCH, "data loading", True),
     ):
-        owner, name = target.resolve()
-        replace(stack, owner, name, _accounted(getattr(owner, name), what, whole))
-    owner, name = _SAVE.resolve()
-    replace(stack, owner, name, bus.saving()(getattr(owner, name)))
-    replace(stack, os, "fsync", _waiting(os.fsync, bus.wait_in_save))
-    owner, name = _NEXT_BATCH.resolve()
-    replace(stack, owner, name, _waiting(getattr(owner, name), bus.wait_for_batch))
+        wrap(stack, *target.resolve(), _accounted, what, whole)
+    wrap(stack, *_SAVE.resolve(), bus.saving())
+    wrap(stack, os, "fsync", _waiting, bus.wait_in_save)
+    wrap(stack, *_NEXT_BATCH.resolve(), _waiting, bus.wait_for_batch)
     base, _ = _OPTIMIZER.resolve()
     kinds = [base]
     for kind in kinds:
         kinds += kind.__subclasses__()
         for name, what in (("step", "optimizer"), ("zero_grad", "gradients")):
             if name in vars(kind):
-                replace(stack, kind, name, _accounted(getattr(kind, name), what))
+                wrap(stack, kind, name, _accounted, what)
 
 
 def _looped(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the training loop, which belongs to the start-up until its first iteration."""
     in_start, later = _accounted(original, START), _accounted(original, LOOP)
 
-    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return (later if bus.account.settled else in_start)(*args, **kwargs)
 
@@ -186,7 +178,6 @@ def _looped(original: Callable[..., Any]) -> Callable[..., Any]:
 def _accounted(original: Callable[..., Any], what: str, whole: bool = False) -> Callable[..., Any]:
     account = bus.account
 
-    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         if account.thread != get_ident():
             return original(*args, **kwargs)
@@ -200,7 +191,6 @@ def _accounted(original: Callable[..., Any], what: str, whole: bool = False) -> 
 
 
 def _waiting(original: Callable[..., Any], wait: Callable[[Callable[[], Any]], Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return wait(functools.partial(original, *args, **kwargs))
 
@@ -208,7 +198,6 @@ def _waiting(original: Callable[..., Any], wait: Callable[[Callable[[], Any]], A
 
 
 def _disturbing(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from megatron.fill.errors import PatchError
-from pipefill_patches.patch import Patch, Target, replace
+from pipefill_patches import arguments
+from pipefill_patches.patch import Patch, Target, replace, wrap
 
 # The module that a parser's default needs, the dest, its default without the module, and the equivalent flag.
 _NEEDS: tuple[tuple[str, str, Any, str], ...] = (
@@ -31,8 +32,7 @@ _NEEDS: tuple[tuple[str, str, Any, str], ...] = (
     ("fused_weight_gradient_mlp_cuda", "gradient_accumulation_fusion", False, "--no-gradient-accumulation-fusion"),
     ("scaled_masked_softmax_cuda", "masked_softmax_fusion", False, "--no-masked-softmax-fusion"),
 )
-_COMPILE = Target("megatron.core.datasets.utils:compile_helpers", ())
-_ADD_ARGUMENTS = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
+COMPILE = Target("megatron.core.datasets.utils:compile_helpers", ())
 
 
 def set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any], patch: Patch) -> dict[str, argparse.Action]:
@@ -57,12 +57,9 @@ def _can_import(name: str) -> bool:
     return True
 
 
-def _with_what_there_is(
-    add_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
-) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+def _with_what_there_is(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``add_megatron_arguments`` to change the defaults that need missing modules; flags override them."""
 
-    @functools.wraps(add_arguments)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_arguments(parser)
         lacks = {name for name in dict.fromkeys(need for need, *_ in _NEEDS) if not _can_import(name)}
@@ -79,7 +76,6 @@ def _with_what_there_is(
 def unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     """Wrap ``compile_helpers`` to do nothing if the compiled helper is installed, as from the wheel."""
 
-    @functools.wraps(compile_helpers)
     def wrapper() -> None:
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
@@ -126,9 +122,8 @@ def resumable_adam(stack: contextlib.ExitStack) -> None:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    for target, wrapper in ((_COMPILE, unless_shipped), (_ADD_ARGUMENTS, _with_what_there_is)):
-        owner, name = target.resolve()
-        replace(stack, owner, name, wrapper(getattr(owner, name)))
+    wrap(stack, *COMPILE.resolve(), unless_shipped)
+    wrap(stack, *arguments.ADD.resolve(), _with_what_there_is)
     resumable_adam(stack)
 
 
@@ -136,5 +131,5 @@ PATCH = Patch(
     "wheel",
     "Megatron compiles its dataset helper with make, and its parser's defaults need Transformer Engine and Apex",
     _install,
-    (_COMPILE, _ADD_ARGUMENTS),
+    (COMPILE, arguments.ADD),
 )

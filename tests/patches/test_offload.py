@@ -60,7 +60,7 @@ def test_state_is_away_between_steps_and_back_when_needed():
         assert offloaded._moving is not None
         offloaded._moving.result()
         assert not optimizer.on_device
-        offloaded.prefetch()
+        offloaded.on_last_backward()
     assert optimizer.state_dict() == "state"
     assert optimizer.on_device
     assert threading.current_thread().name not in optimizer.movers
