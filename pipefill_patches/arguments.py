@@ -98,7 +98,8 @@ def _with_fill(add: Callable[..., Any]) -> Callable[..., Any]:
 def _checked(parse: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
-        attached.parsed(parsed)
+        if attached.on_parse is not None:
+            attached.on_parse(parsed)
         return parsed
 
     return run
@@ -109,4 +110,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     wrap(stack, *PARSE.resolve(), _checked)
 
 
-PATCH = Patch("arguments", "one function builds Megatron's parser, one uses it", _install, (ADD, PARSE))
+PATCH = Patch("arguments", _install, (ADD, PARSE))

@@ -108,9 +108,4 @@ def _install(stack: contextlib.ExitStack) -> None:
             wrap(stack, owner, name, _outermost, _CALLS[name], bridge)
 
 
-PATCH = Patch(
-    "bridge",
-    "a bridge posts its transfers and waits for them by itself, and asks for nccl by name",
-    _install,
-    (_SHAPES, *_GROUPS, *_BRIDGE_CALLS, *_PIPELINE_CALLS),
-)
+PATCH = Patch("bridge", _install, (_SHAPES, *_GROUPS, *_BRIDGE_CALLS, *_PIPELINE_CALLS))

@@ -128,7 +128,6 @@ def _install(stack: contextlib.ExitStack) -> None:
 
 PATCH = Patch(
     "cpu_backend",
-    "Megatron names CUDA in hundreds of places and torch is below all of them",
     _install,
     targets=(
         arguments.ADD,

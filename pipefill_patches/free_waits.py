@@ -119,9 +119,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     stack.callback(attached.wait_usually)
 
 
-PATCH = Patch(
-    "free_waits",
-    "all pipeline transfers are posted by one of two functions, one by one with torch.distributed.irecv",
-    _install,
-    (_POST, _POST_BATCHED),
-)
+PATCH = Patch("free_waits", _install, (_POST, _POST_BATCHED))

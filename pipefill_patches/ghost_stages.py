@@ -27,7 +27,7 @@ from megatron.fill.pipeline.schedules import make_schedule
 from pipefill_patches import collectives, cpu_backend, ghost_flags, p2p_communicator, training_loop
 from pipefill_patches.arguments import PARSE
 from pipefill_patches.ghost_flags import GhostSettings
-from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits, Waits
+from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits
 from pipefill_patches.p2p_communicator import POST, POST_BATCHED, TRANSFERS
 from pipefill_patches.patch import Patch, Target, wrap
 from pipefill_patches.schedules import BACKWARD, FORWARD
@@ -50,7 +50,7 @@ class _Ghosts(Callback):
     def __init__(self, settings: GhostSettings, args: Namespace) -> None:
         self._settings = settings
         self._args = args
-        self._waiter: Waits = HostWaits() if settings.waits == "host" else StreamWaits()
+        self._waiter = HostWaits() if settings.waits == "host" else StreamWaits()
         self._generator: Any = None
         self._forward_ns, self._backward_ns = settings.forward_ns, settings.backward_ns
         self._passes: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": []}
@@ -264,9 +264,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     collectives.wrap_calls(stack, draining)
 
 
-PATCH = Patch(
-    "ghost_stages",
-    "a rank meets the others where transfers are posted, and in the first collective after its last backward",
-    _install,
-    (PARSE, _TRAIN, _GATHER, POST, POST_BATCHED, FORWARD, BACKWARD),
-)
+PATCH = Patch("ghost_stages", _install, (PARSE, _TRAIN, _GATHER, POST, POST_BATCHED, FORWARD, BACKWARD))

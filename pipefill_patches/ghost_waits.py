@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 _STREAMS = 8  # more than the number of transfers pending at a time, each of which has its own stream
 # The kernel reads the global timer, which has a constant rate.  The multiprocessors' clock falls when jobs draw power,
@@ -22,32 +22,17 @@ extern "C" __global__ void wait_for(double duration_ns) {
 KERNEL_NAME = "wait_for"
 
 
-class GhostRequest(Protocol):
-    """A transfer in progress."""
-
-    def wait(self) -> None:
-        """Wait for the transfer, as for a request of torch."""
-
-
-class Waits(Protocol):
-    """A kind of waits."""
-
-    def prepare(self) -> None:
-        """Prepare for the first wait; all work that was submitted to the device before is done on return."""
-
-    def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
-        """Begin a transfer that takes ``duration_ns``, and then calls ``arrive`` to write the received values."""
-
-
 class HostWaits:
     """Waits as with gloo over host memory: the device is idle, and the host sleeps."""
 
     def prepare(self) -> None:
+        """Prepare for the first wait; all work that was submitted to the device before is done on return."""
         import torch
 
         torch.cuda.synchronize()
 
-    def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
+    def start(self, duration_ns: int, arrive: Callable[[], None]) -> _HostRequest:
+        """Begin a transfer that takes ``duration_ns``, and then calls ``arrive`` to write the received values."""
         import torch
 
         torch.cuda.synchronize()  # data to send would be copied to the host first
@@ -86,7 +71,7 @@ class StreamWaits:
         self._kernel(args=[0.0])  # load it now instead of within an iteration
         torch.cuda.synchronize()
 
-    def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
+    def start(self, duration_ns: int, arrive: Callable[[], None]) -> _StreamRequest:
         import torch
 
         if self._streams is None:
@@ -109,3 +94,6 @@ class _StreamRequest:
         import torch
 
         torch.cuda.current_stream().wait_event(self._event)
+
+
+type GhostRequest = _HostRequest | _StreamRequest  # a transfer in progress

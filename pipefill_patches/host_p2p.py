@@ -123,9 +123,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     wrap(stack, *_ALL_REDUCE.resolve(), _unless_alone)
 
 
-PATCH = Patch(
-    "host_p2p",
-    "all pipeline transfers are posted by one of two functions, which hand out the requests to wait for",
-    _install,
-    (POST, POST_BATCHED, _REDUCE, _ALL_REDUCE),
-)
+PATCH = Patch("host_p2p", _install, (POST, POST_BATCHED, _REDUCE, _ALL_REDUCE))

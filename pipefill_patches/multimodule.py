@@ -226,9 +226,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     stack.callback(use, None)
 
 
-PATCH = Patch(
-    "multimodule",
-    "one class says how long the warm-up is, and goes from bridge to bridge",
-    _install,
-    (_STAGE, _TOTAL, _BUILD, _OUT, _IN, _SCHEDULE, _BACKWARD),
-)
+PATCH = Patch("multimodule", _install, (_STAGE, _TOTAL, _BUILD, _OUT, _IN, _SCHEDULE, _BACKWARD))

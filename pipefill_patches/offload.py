@@ -132,7 +132,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     def with_offload(setup: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             result = setup(*args, **kwargs)
-            if result[1] is not None:
+            if result[1] is not None and attached.offload_pays is not None:
                 offloaded = OffloadedOptimizer(result[1], attached.offload_pays)
                 bus.callbacks.append(offloaded)
                 stack.callback(bus.callbacks.remove, offloaded)
@@ -143,9 +143,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     wrap(stack, *_SETUP.resolve(), with_offload)
 
 
-PATCH = Patch(
-    "offload",
-    "the optimizer exists from setup_model_and_optimizer on, and only its own methods read its state",
-    _install,
-    (_SETUP, _OFFLOAD, _RESTORE),
-)
+PATCH = Patch("offload", _install, (_SETUP, _OFFLOAD, _RESTORE))

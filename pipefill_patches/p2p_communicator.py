@@ -110,9 +110,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     wrap(stack, *POST_BATCHED.resolve(), transfers.post)
 
 
-PATCH = Patch(
-    "p2p_communicator",
-    "every pipeline transfer goes through _communicate, which posts it with one of two functions",
-    _install,
-    (_COMMUNICATE, _SHAPES, POST, POST_BATCHED),
-)
+PATCH = Patch("p2p_communicator", _install, (_COMMUNICATE, _SHAPES, POST, POST_BATCHED))

@@ -116,7 +116,6 @@ class Patch:
 
     Args:
         name: its name on the command line and in errors.
-        reason: reason for the choice of this seam, in a sentence.
         install: makes the change, and registers its reversal on the given ``ExitStack``.
         targets: functions that it relies on, checked before anything is changed.
     """
@@ -124,12 +123,10 @@ class Patch:
     def __init__(
         self,
         name: str,
-        reason: str,
         install: Callable[[contextlib.ExitStack], None],
         targets: tuple[Target, ...] = (),
     ) -> None:
         self.name = name
-        self.reason = reason
         self.targets = targets
         self._install = install
         self._undo: contextlib.ExitStack | None = None

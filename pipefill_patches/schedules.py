@@ -89,12 +89,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     wrap(stack, *_COMBINED.resolve(), _combined)
 
 
-PATCH = Patch(
-    "schedules",
-    "the schedules call each other and the passes as globals of one module",
-    _install,
-    (PLAIN, _INTERLEAVED, FORWARD, BACKWARD, _COMBINED),
-)
+PATCH = Patch("schedules", _install, (PLAIN, _INTERLEAVED, FORWARD, BACKWARD, _COMBINED))
 
 
 def _gpipe(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,4 +128,4 @@ def _all_forwards_first(base: type, microbatches: int) -> type:
     return type("AllForwardsFirst", (base,), {"total_stages": property(total_stages)})
 
 
-GPIPE_PATCH = Patch("gpipe", "GPipe is 1F1B whose warm-up holds every forward", _install_gpipe, (_DEPTH, _COMMUNICATOR))
+GPIPE_PATCH = Patch("gpipe", _install_gpipe, (_DEPTH, _COMMUNICATOR))

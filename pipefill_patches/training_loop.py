@@ -207,9 +207,4 @@ def _disturbing(original: Callable[..., Any], reason: str) -> Callable[..., Any]
     return run
 
 
-PATCH = Patch(
-    "training_loop",
-    "iterations begin and end in train_step; the drain hides in the collectives inside it",
-    _install,
-    (_TRAIN, _TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE, _LOG),
-)
+PATCH = Patch("training_loop", _install, (_TRAIN, _TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE, _LOG))

@@ -127,9 +127,4 @@ def _install(stack: contextlib.ExitStack) -> None:
     resumable_adam(stack)
 
 
-PATCH = Patch(
-    "wheel",
-    "Megatron compiles its dataset helper with make, and its parser's defaults need Transformer Engine and Apex",
-    _install,
-    (COMPILE, arguments.ADD),
-)
+PATCH = Patch("wheel", _install, (COMPILE, arguments.ADD))

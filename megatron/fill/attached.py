@@ -18,31 +18,6 @@ from megatron.fill.types import RankInfo
 logger = logging.getLogger(__name__)
 
 
-class Lifecycle(Protocol):
-    """Observer of the training's start."""
-
-    def on_parse(self, args: Namespace) -> None:
-        """Called when the command line has been parsed.
-
-        Raises:
-            ConfigError: a ``--fill-*`` flag has a wrong value; the training must not start.
-        """
-
-    def on_start(self, info: RankInfo, args: Namespace) -> None:
-        """Called when Megatron is initialised: its arguments are parsed and its process groups exist.
-
-        Raises:
-            RunTaken: the run folder is in use; raised on every rank, and the training must not continue.
-        """
-
-
-class OffloadAdvice(Protocol):
-    """Decides where the optimizer's state is kept between steps."""
-
-    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        """Return True to keep offloading it to the host, given the memory gained and the time lost per iteration."""
-
-
 class HeldReceives(Protocol):
     """Holds the pipeline's receives until their data is ready (--fill-free-waits)."""
 
@@ -58,24 +33,29 @@ class HeldReceives(Protocol):
 
 @dataclass(slots=True)
 class Attached:
-    """Optional observers of a training, in addition to the bubbles' listener."""
+    """Optional observers of a training, in addition to the bubbles' listener.
 
-    lifecycle: Lifecycle | None = None
-    offload: OffloadAdvice | None = None
+    Attributes:
+        on_parse: called with the parsed command line; ConfigError, for a wrong ``--fill-*`` flag, ends the training.
+        on_start: called when Megatron's process groups exist; RunTaken, raised on every rank, ends the training.
+        offload_pays: returns True to keep offloading the optimizer's state to the host, given the bytes gained, and the
+            time lost per iteration and the iteration's time in ns.
+        figures: returns the figures of the run that are known.
+        spans: called inside Megatron's span of the iteration, with its number.
+    """
+
+    on_parse: Callable[[Namespace], None] | None = None
+    on_start: Callable[[RankInfo, Namespace], None] | None = None
+    offload_pays: Callable[[int, int, int], bool] | None = None
     waits: HeldReceives | None = None
-    figures: Callable[[], Mapping[str, float]] | None = None  # returns the figures of the run that are known
-    spans: Callable[[int], None] | None = None  # called inside Megatron's span of the iteration, with its number
-
-    def parsed(self, args: Namespace) -> None:
-        """Call ``Lifecycle.on_parse``."""
-        if self.lifecycle is not None:
-            self.lifecycle.on_parse(args)
+    figures: Callable[[], Mapping[str, float]] | None = None
+    spans: Callable[[int], None] | None = None
 
     def started(self, info: RankInfo, args: Namespace) -> None:
-        """Call ``Lifecycle.on_start``; an error other than ``RunTaken`` is logged, and the training continues."""
-        if self.lifecycle is not None:
+        """Call ``on_start``; an error other than ``RunTaken`` is logged, and the training continues."""
+        if self.on_start is not None:
             try:
-                self.lifecycle.on_start(info, args)
+                self.on_start(info, args)
             except RunTaken:
                 raise
             except Exception:
@@ -89,10 +69,6 @@ class Attached:
             except Exception:
                 self.spans = None
                 logger.exception("bubbles are not linked to the training's own spans any more; the training goes on")
-
-    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        """Return ``OffloadAdvice.offload_pays``; False without an adviser."""
-        return self.offload is not None and self.offload.offload_pays(gained_bytes, lost_ns, iteration_ns)
 
     def wait_usually(self) -> None:
         """Stop holding receives, permanently."""

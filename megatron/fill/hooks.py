@@ -43,9 +43,6 @@ class Listener(Protocol):
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
         """Called when a schedule begins: the bubbles that follow are numbered from 0 again."""
 
-    def cycle_ended(self) -> None:
-        """Called after the last bubble of that schedule."""
-
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         """Called when the rank is about to wait.
 
@@ -162,8 +159,8 @@ class BubbleBus:
         self._watching = listener.watching
 
     def end_iteration(self) -> None:
-        self._end_cycle()
-        self._training, self._watching = False, True
+        self._in_cycle = self._training = False
+        self._watching = True
         if self.listener is not None:
             self._guarded(self.listener.iteration_ended, self.clock())
 
@@ -172,7 +169,6 @@ class BubbleBus:
 
         A training iteration may have forwards only (``--freeze-all-layers``), but is no evaluation to the listener.
         """
-        self._end_cycle()
         self._in_cycle = True
         self._thread = get_ident()
         self._forward_only = key.forward_only
@@ -189,8 +185,7 @@ class BubbleBus:
 
     def end_schedule(self) -> None:
         """End the schedule.  A training iteration's cycle continues to the iteration's end, with the drain."""
-        if not self._training:
-            self._end_cycle()
+        self._in_cycle = self._in_cycle and self._training
 
     def open(self, *, for_backward: bool = False) -> None:
         """Open a bubble: the rank is about to wait for another stage (``for_backward``: for an output gradient).
@@ -360,12 +355,6 @@ class BubbleBus:
     def _heard(self) -> Listener | None:
         """The listener, or None if it does not watch this iteration."""
         return self.listener if self._watching else None
-
-    def _end_cycle(self) -> None:
-        if self._in_cycle:
-            self._in_cycle = False
-            if (listener := self._heard) is not None:
-                self._guarded(listener.cycle_ended)
 
     def forget(self) -> None:
         """Report nothing any more: in a forked child, whose bubbles are not the rank's."""

@@ -53,7 +53,7 @@ def on_start(info, args):
     bus.listener = Both(RankListener(None, recorder, BubblePredictor(FillRule()), lambda: 7), relayed)
 
 
-attached.lifecycle = SimpleNamespace(on_parse=lambda args: None, on_start=on_start)
+attached.on_start = on_start
 pipefill_patches.apply(pipefill_patches.defaults(sys.argv))
 runpy.run_path({str(ROOT / SCRIPT)!r}, run_name="__main__")
 assert bus.listener is not None

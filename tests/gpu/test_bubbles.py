@@ -55,7 +55,7 @@ class Timed:
         self.recorder = Recorder(RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0"), 3)
         free = FreeMemory(lambda: 7)
         listener = RankListener(None, self.recorder, BubblePredictor(FillRule()), free)
-        self.relay = Relay(RingReader(ring.fd), listener, free, None)
+        self.relay = Relay(RingReader(ring.fd), listener, free)
         self.listener = StreamListener(ring, cuda_signals("cuda:0", ring))
         self.bus = BubbleBus()
         self.bus.listener = self.listener

@@ -255,7 +255,7 @@ def test_a_patch_that_fails_half_way_takes_its_changes_back():
         replace(stack, holder, "value", 2)
         replace(stack, holder, "extra", 3)
         raise RuntimeError("half way")
-    patch = Patch("half", "to fail", install)
+    patch = Patch("half", install)
     try:
         patch.apply()
     except RuntimeError:

@@ -43,8 +43,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
-from megatron.fill.pages.control import ControlPage, RunState
-from megatron.fill.pages.figures import Figures
+from megatron.fill.pages.control import ControlPage, Figures, RunState
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher

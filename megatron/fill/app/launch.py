@@ -139,7 +139,7 @@ class Launch:
         if settings.offload_optimizer:
             self._check_offload(args)
             pipefill_patches.apply(("offload",))
-            attached.offload = self
+            attached.offload_pays = self.offload_pays
 
     def _check_offload(self, args: Namespace) -> None:
         on_cpu = pipefill_patches.PATCHES["cpu_backend"].applied
@@ -324,13 +324,13 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
         main: trains; returns or exits when training is over.  Inside another ``launch`` it is only called.
         patches: the names of the patches to apply; None for all that apply here.
     """
-    if attached.lifecycle is not None:  # `python -m pipefill_patches` runs this script inside its own `launch`
+    if attached.on_start is not None:  # `python -m pipefill_patches` runs this script inside its own `launch`
         main()
         return
     never_fail_to_print()  # a message about a folder or a job must not end the training
     bus.account.begin(process_started_ns())
     run = Launch()
-    attached.lifecycle = run
+    attached.on_parse, attached.on_start = run.on_parse, run.on_start
     try:
         run.take_turn()
         pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
@@ -341,7 +341,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
         exit_saying(f"{os.path.basename(sys.argv[0])}: error: {error}")
     finally:
         run.release()
-        attached.lifecycle = attached.offload = attached.figures = attached.spans = None
+        attached.on_parse = attached.on_start = attached.offload_pays = attached.figures = attached.spans = None
 
 
 def _run(main: Callable[[], Any], run: Launch) -> None:

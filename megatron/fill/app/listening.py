@@ -7,13 +7,11 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from megatron.fill.config import FillSettings
 from megatron.fill.device.cuda import FreeDeviceMemory
 from megatron.fill.device.margin import CudaAllocator, keep_margin
 from megatron.fill.device.port import Sharing
-from megatron.fill.hooks import Listener
 from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import AlwaysRunning, ControlPage
@@ -29,27 +27,6 @@ from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
-
-
-class Listening(Protocol):
-    """The listener of a rank, and the writer of the rank's record."""
-
-    @property
-    def listener(self) -> Listener:
-        """The listener for the bus."""
-
-    def free_bytes(self) -> int:
-        """Return the device memory that is free now."""
-
-    def finish(self) -> bytes:
-        """Write the record at the end of a training, and give the gate back to the rank.
-
-        Returns:
-            The part of the record that could not be written.
-        """
-
-    def abort(self) -> None:
-        """End after the training has failed."""
 
 
 def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: Sharing | None = None) -> FillRule:
@@ -98,6 +75,10 @@ class HostListening:
 
     Args:
         gate, board, control: the rank's pages; None to measure only.
+
+    Attributes:
+        listener: the listener for the bus.
+        free_bytes: returns the device memory that is free now.
     """
 
     def __init__(
@@ -108,6 +89,7 @@ class HostListening:
         self.listener = spec.listener(self.free_bytes, gate, board, control)
 
     def finish(self) -> bytes:
+        """Write the record, give the gate back to the rank, and return the part that could not be written."""
         if self.listener.finish():
             return b""
         logger.warning("%s could not be written in full", self._record)

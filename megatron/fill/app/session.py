@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.fill import wings
 from megatron.fill.agent.spec import AgentSpec
-from megatron.fill.app.listening import HostListening, Listening, RelayedListening, rank_spec
+from megatron.fill.app.listening import HostListening, RelayedListening, rank_spec
 from megatron.fill.app.sandboxing import RunSandbox
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
@@ -101,7 +101,7 @@ class Session:
     def _sharing(self) -> Sharing:
         return Sharing.TIMESLICE if self.mps is None else Sharing.MPS
 
-    def _listen(self) -> Listening:
+    def _listen(self) -> HostListening | RelayedListening:
         record = rank_file(self.segment.resolve(), self.info.rank)  # absolute, since the script may change its folder
         sharing = None if self.info.device == "cpu" else self._sharing
         spec = rank_spec(self.settings, self.info, record, sharing)

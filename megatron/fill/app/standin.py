@@ -41,7 +41,6 @@ def wait_in_bubbles(listener: Listener, bubble_s: float, period_s: float, over: 
         listener.bubble_opened(BubbleKind.FWD_BWD, 0, time.monotonic_ns())
         time.sleep(bubble_s)
         listener.bubble_closed(time.monotonic_ns())
-        listener.cycle_ended()
         listener.iteration_ended(time.monotonic_ns())
 
 

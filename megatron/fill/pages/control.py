@@ -27,7 +27,7 @@ from array import array
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron.fill import untrusted
 from megatron.fill.errors import ControlError
@@ -35,7 +35,6 @@ from megatron.fill.folders import CONTROL
 from megatron.fill.linux import futex, memfd
 from megatron.fill.linux.files import write_text
 from megatron.fill.linux.tree import read_process
-from megatron.fill.pages.figures import Figures
 
 _PAGE_BYTES = 4096
 _LOOK_AGAIN_NS = 1_000_000_000
@@ -53,15 +52,26 @@ class RunState(IntEnum):
     KILLED = 3  # workers are killed at once, and their jobs go back to the queue
 
 
+class Figures(NamedTuple):
+    """Figures of all ranks since the start of the training, for Megatron's own writers; NaN if not known.
+
+    Attributes:
+        slowdown, slowdown_low, slowdown_high: slowdown of the training by filling, with its 95% interval; 0.01 is 1%.
+    """
+
+    bubble_share: float
+    harvest_ratio: float
+    slowdown: float
+    slowdown_low: float
+    slowdown_high: float
+    jobs_done: float
+
+
 class RunSwitch(Protocol):
-    """A switch that jobs check before every step: ``running`` is True if steps may start."""
+    """A switch for the jobs: True for ``running`` if steps may start, for ``settled`` once the jobs have settled."""
 
     @property
     def running(self) -> bool: ...
-
-
-class RankSwitch(RunSwitch, Protocol):
-    """The rank's view of the switch: ``settled`` is True once the jobs have settled."""
 
     @property
     def settled(self) -> bool: ...
@@ -216,7 +226,7 @@ class ControlPage(ControlReader):
     def withdraw(self, note: Path) -> None:
         """Remove the note that ``announce`` has written, unless another process has written its own there since."""
         with contextlib.suppress(OSError, ValueError):
-            if (_read_note(note) or (0, 0))[0] == self.pid:
+            if read_note(note).pid == self.pid:
                 note.unlink()
 
 
@@ -253,8 +263,8 @@ def damaged_notes(run_dir: Path) -> list[str]:
     damaged = []
     for path in notes(run_dir):
         try:
-            _read_note(path)
-        except PermissionError:  # reported where it is opened
+            read_note(path)
+        except (FileNotFoundError, PermissionError):  # just removed; reported where it is opened
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror or error if isinstance(error, OSError) else error
@@ -268,21 +278,37 @@ def notes(run_dir: Path) -> list[Path]:
     return sorted((run_dir / CONTROL / os.uname().nodename).glob("rank*.json"))
 
 
-def _read_note(path: Path) -> tuple[int, int] | None:
-    """The pid and the descriptor in a rank's note; None if the rank has just removed it.
+class Note(NamedTuple):
+    """A rank's note: its process, and there the descriptors of its control page and of its board, if it has one."""
+
+    pid: int
+    fd: int
+    board: int | None
+
+    def link(self, fd: int, name: str) -> str | None:
+        """Return the path to open a descriptor by; None if it is not a page of that name.
+
+        The pid may be reused by now, and opening another process's pipe or terminal could do harm.
+
+        Raises:
+            OSError: there is no such process or descriptor, or it is another user's.
+        """
+        link = f"/proc/{self.pid}/fd/{fd}"
+        return link if os.readlink(link).startswith(f"/memfd:pipefill-{name}") else None
+
+
+def read_note(path: Path) -> Note:
+    """Read the note of a rank.
 
     Raises:
-        OSError: the note cannot be read, or is not a plain file.
+        OSError: the note cannot be read, or is not a plain file; FileNotFoundError once the rank has removed it.
         ValueError: its content is not a valid note.
     """
-    try:
-        where = untrusted.read_json(path)
-    except FileNotFoundError:
-        return None
-    pid, number = (where.get("pid"), where.get("fd")) if isinstance(where, dict) else (None, None)
-    if not (type(pid) is int and type(number) is int and min(pid, number) >= 0):
+    where = untrusted.read_json(path)
+    pid, fd, board = map(where.get, ("pid", "fd", "board")) if isinstance(where, dict) else (None, None, None)
+    if not (type(pid) is int and type(fd) is int and min(pid, fd) >= 0):
         raise ValueError("expected a process and a descriptor")
-    return pid, number
+    return Note(pid, fd, board if type(board) is int and board >= 0 else None)
 
 
 def _open(path: Path, known: Sequence[ControlPage]) -> ControlPage | None:
@@ -292,13 +318,9 @@ def _open(path: Path, known: Sequence[ControlPage]) -> ControlPage | None:
         ControlError: the rank belongs to another user.
     """
     try:
-        where = _read_note(path)
-        if where is None:
-            return None
-        pid, number = where
-        link = f"/proc/{pid}/fd/{number}"
-        # The pid may be reused by now, and opening another process's pipe or terminal could do harm.
-        if not os.readlink(link).startswith(f"/memfd:pipefill-{_NAME}"):
+        note = read_note(path)
+        link = note.link(note.fd, _NAME)
+        if link is None:
             return None
         there = os.stat(link)
         for page in known:
@@ -311,7 +333,7 @@ def _open(path: Path, known: Sequence[ControlPage]) -> ControlPage | None:
         return None
     with contextlib.suppress(ControlError):
         page = ControlPage(fd)
-        if page.pid == pid and path.name == f"rank{page.rank}.json":
+        if page.pid == note.pid and path.name == f"rank{page.rank}.json":
             return page
     os.close(fd)
     return None

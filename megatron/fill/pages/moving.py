@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill import untrusted
 from megatron.fill.linux.tree import read_process
 from megatron.fill.pages.board import BOARD_BYTES, CycleBoardReader
-from megatron.fill.pages.control import notes
+from megatron.fill.pages.control import Note, notes, read_note
 from megatron.fill.pages.pulse import Pulse
 
 _S = 1e9
@@ -92,22 +91,19 @@ def _standing(path: Path) -> RankStanding | None:
     """The state of the rank that wrote the note at ``path``; None if the note is damaged or has just been removed."""
     named = re.fullmatch(r"rank(\d+)\.json", path.name)
     try:
-        note = untrusted.read_json(path)
+        note = read_note(path)
     except (OSError, ValueError):
         return None
-    pid = note.get("pid") if isinstance(note, dict) else None
-    if named is None or type(pid) is not int or pid <= 0:
+    if named is None:
         return None
-    process = read_process(pid)
-    return RankStanding(int(named[1]), pid, "" if process is None else process.state, _pulse(pid, note.get("board")))
+    process = read_process(note.pid)
+    return RankStanding(int(named[1]), note.pid, "" if process is None else process.state, _pulse(note))
 
 
-def _pulse(pid: int, number: object) -> Pulse | None:
-    if type(number) is not int or number < 0:
-        return None
-    link = f"/proc/{pid}/fd/{number}"
+def _pulse(note: Note) -> Pulse | None:
     try:
-        if not os.readlink(link).startswith("/memfd:pipefill-cycle"):
+        link = None if note.board is None else note.link(note.board, "cycle")
+        if link is None:
             return None
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

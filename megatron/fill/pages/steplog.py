@@ -51,12 +51,62 @@ def map_log(fd: int) -> memoryview:
     return memfd.map_page(fd, _BYTES, writable=True)[0]
 
 
+class _Count:
+    """A word of the log as a whole number; one that is too large is read as 0."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def __get__(self, log: StepLog, kind: object = None) -> int:
+        return log._count(self._at)
+
+    def __set__(self, log: StepLog, value: int) -> None:
+        log._words[self._at] = value
+
+
+class _Amount:
+    """A word of the log as an amount; one that is not finite or too large is read as 0."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def __get__(self, log: StepLog, kind: object = None) -> float:
+        return log._amount(self._at)
+
+    def __set__(self, log: StepLog, value: float) -> None:
+        log._floats[self._at] = value
+
+
+class _Known:
+    """A word of the log as an amount, or None as long as it is 0."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def __get__(self, log: StepLog, kind: object = None) -> float | None:
+        return log._amount(self._at) or None
+
+    def __set__(self, log: StepLog, value: float | None) -> None:
+        log._floats[self._at] = value or 0.0
+
+
 class StepLog:
     """A step log; the worker and the agent both use this class.
 
     Args:
         page: descriptor of the log, or the log if it is mapped already.
     """
+
+    step_count = _Count(_STEP_COUNT)  # number of steps so far, those alone included
+    alone_steps = _Count(_ALONE_STEPS)
+    harvested_ns = _Count(_HARVESTED)
+    ready_ns = _Count(_READY)  # CLOCK_MONOTONIC when the worker called ``create``, or had its command; 0 before
+    serving_ns = _Count(_SERVING)  # CLOCK_MONOTONIC when the task first waited for a bubble; 0 before
+    whole_work = _Amount(_WORK)  # part of ``work_done`` of iterations that have ended
+    partial_work = _Amount(_PARTIAL_WORK)  # part of ``work_done`` of the iteration that has not ended
+    base_work = _Amount(_BASE_WORK)  # work of the checkpoint from which this attempt began
+    total_work = _Known(_TOTAL_WORK)  # total work of the task; None if the task has not reported it
+    checkpoint_s = _Known(_CHECKPOINT_S)  # time of the last save, in seconds since the epoch; None for never
 
     def __init__(self, page: int | memoryview) -> None:
         view = memoryview(mmap.mmap(page, _BYTES)) if isinstance(page, int) else page[:_BYTES]
@@ -92,23 +142,9 @@ class StepLog:
         return self._words[_STEP_SEQ]
 
     @property
-    def step_count(self) -> int:
-        """The number of steps so far, those alone included."""
-        return self._count(_STEP_COUNT)
-
-    @property
-    def alone_steps(self) -> int:
-        return self._count(_ALONE_STEPS)
-
-    @property
     def work_done(self) -> float:
         """The work so far, that alone included."""
         return self.whole_work + self.partial_work
-
-    @property
-    def whole_work(self) -> float:
-        """The part of ``work_done`` of iterations that have ended."""
-        return self._amount(_WORK)
 
     @property
     def unit(self) -> str:
@@ -119,56 +155,6 @@ class StepLog:
     def unit(self, unit: str) -> None:
         text = unit.encode()[: len(self._unit)]
         self._unit[:] = text.ljust(len(self._unit), b"\0")
-
-    @property
-    def base_work(self) -> float:
-        """The work of earlier attempts: that of the checkpoint from which this attempt began."""
-        return self._amount(_BASE_WORK)
-
-    @base_work.setter
-    def base_work(self, work: float) -> None:
-        self._floats[_BASE_WORK] = work
-
-    @property
-    def partial_work(self) -> float:
-        """The part of ``work_done`` of the iteration that has not ended."""
-        return self._amount(_PARTIAL_WORK)
-
-    @property
-    def total_work(self) -> float | None:
-        """The total work of the task; None if the task has not reported it."""
-        return self._amount(_TOTAL_WORK) or None
-
-    @total_work.setter
-    def total_work(self, work: float | None) -> None:
-        self._floats[_TOTAL_WORK] = work or 0.0
-
-    @property
-    def checkpoint_s(self) -> float | None:
-        """The time of the last save, in seconds since the epoch; None for never."""
-        return self._amount(_CHECKPOINT_S) or None
-
-    @checkpoint_s.setter
-    def checkpoint_s(self, now_s: float) -> None:
-        self._floats[_CHECKPOINT_S] = now_s
-
-    @property
-    def ready_ns(self) -> int:
-        """The time (CLOCK_MONOTONIC) at which the worker called the task's ``create``, or had its command; 0 before."""
-        return self._count(_READY)
-
-    @ready_ns.setter
-    def ready_ns(self, now_ns: int) -> None:
-        self._words[_READY] = now_ns
-
-    @property
-    def serving_ns(self) -> int:
-        """The time (CLOCK_MONOTONIC) at which the task first waited for a bubble; 0 before."""
-        return self._count(_SERVING)
-
-    @serving_ns.setter
-    def serving_ns(self, now_ns: int) -> None:
-        self._words[_SERVING] = now_ns
 
     @property
     def resumable(self) -> bool:
@@ -201,10 +187,6 @@ class StepLog:
     @wanted_bytes.setter
     def wanted_bytes(self, size: int | None) -> None:
         self._words[_WANTED] = 0 if size is None else size + 1
-
-    @property
-    def harvested_ns(self) -> int:
-        return self._count(_HARVESTED)
 
     @property
     def device_ns(self) -> int:

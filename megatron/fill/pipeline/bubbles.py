@@ -6,9 +6,8 @@ The closed forms hold for identical virtual stages, and for transfers, reduction
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
-from megatron.fill.pipeline.schedule import Op, Pass, Schedule
+from megatron.fill.pipeline.schedule import Pass, Schedule
 from megatron.fill.pipeline.timeline import Timeline
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import PIPELINE_KINDS, BubbleKind
@@ -79,26 +78,13 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     return peak_activation_bytes(schedule, [1] * schedule.virtual_stages)
 
 
-def peak_activation_bytes(schedule: Schedule, bytes_per_virtual_stage: Sequence[int]) -> tuple[int, ...]:
-    """The peak of the activations in bytes, per rank.
-
-    Args:
-        schedule: schedule of the iteration.
-        bytes_per_virtual_stage: activations of one microbatch on each virtual stage.
+def peak_activation_bytes(schedule: Schedule, held_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The peak of the activations in bytes, per rank, given those of one microbatch on each virtual stage.
 
     Raises:
         ValueError: there is not one number per virtual stage.
     """
-    if len(bytes_per_virtual_stage) != schedule.virtual_stages:
-        raise ValueError(
-            f"{len(bytes_per_virtual_stage)} bytes_per_virtual_stage; expected {schedule.virtual_stages}: one each"
-        )
-
-    def change(rank: int, op: Op) -> int:
-        held = bytes_per_virtual_stage[schedule.virtual_stage(rank, op)]
-        return {Pass.FORWARD: held, Pass.INPUT: 0}.get(op.kind, -held)
-
-    return tuple(max(accumulate(change(rank, op) for op in row)) for rank, row in enumerate(schedule.order))
+    return tuple(map(int, peak_pass_bytes(schedule, held_bytes, held_bytes)))
 
 
 def peak_pass_bytes(schedule: Schedule, kept_bytes: Sequence[float], peak_bytes: Sequence[float]) -> tuple[float, ...]:

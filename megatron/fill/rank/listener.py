@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 from megatron.fill.pages.board import CycleBoard
-from megatron.fill.pages.control import AlwaysRunning, RankSwitch
+from megatron.fill.pages.control import AlwaysRunning, RunSwitch
 from megatron.fill.pages.gate import GateWriter
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.rank.blocks import Blocks
@@ -26,28 +25,6 @@ _SHOW_EVERY = 20  # iterations between two updates of the board
 # A wait outside the pipeline that is shorter, or in which the rank was busy, is not recorded unless it was filled.
 _LEAST_OUTSIDE_NS = 1_000_000
 _FREED_BYTES = 64 << 20  # increase in free memory after which the board is updated at once
-
-
-@dataclass(slots=True)
-class _Opened:
-    """A bubble that is open.
-
-    Attributes:
-        promised_bytes: free memory that the schedule promises in it; None if it does not.
-        predicted_ns: predicted length.
-        seq: its number at the gate; 0 if it is not filled.
-        filling: bubbles were filled when it opened.
-        forward_only: it is in an evaluation.
-    """
-
-    kind: BubbleKind
-    index: int
-    start_ns: int
-    promised_bytes: int | None
-    predicted_ns: int
-    seq: int
-    filling: bool
-    forward_only: bool
 
 
 class RankListener:
@@ -75,7 +52,7 @@ class RankListener:
         paired_blocks: int = 0,
         board: CycleBoard | None = None,
         brake: Brake | None = None,
-        control: RankSwitch | None = None,
+        control: RunSwitch | None = None,
     ) -> None:
         self.gate = gate
         self.recorder = recorder
@@ -109,7 +86,8 @@ class RankListener:
         self._counts = False  # this iteration is past the warm-up and could be filled
         self._odd = False  # it was disturbed, so its time is not comparable
         self._paused = False  # filling was paused at some time in it
-        self._bubble: _Opened | None = None
+        self._bubble: Bubble | None = None  # the open one
+        self._promised_bytes: int | None = None  # free memory that the schedule promises in it
 
     def iteration_started(self, iteration: int, now_ns: int, watched: bool | None = None) -> None:
         """Begin a training iteration.
@@ -203,9 +181,6 @@ class RankListener:
         if not key.forward_only:
             self.recorder.schedule = key
 
-    def cycle_ended(self) -> None:
-        """Do nothing: positions restart with the next cycle."""
-
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         # An evaluation may have come before a save.
         evaluating = self._forward_only and (kind in PIPELINE_KINDS or kind is BubbleKind.DATA)
@@ -221,7 +196,9 @@ class RankListener:
             seq = self.gate.open(deadline_ns, free, ends_ns, forecast.steps_ns)
         elif self.filling and not filling:
             self._paused = True
-        self._bubble = _Opened(kind, index, now_ns, free_bytes, forecast.shortest_ns, seq, filling, evaluating)
+        self._promised_bytes = free_bytes
+        shortest_ns = forecast.shortest_ns
+        self._bubble = Bubble(self.iteration, index, kind, now_ns, 0, shortest_ns, seq, 0, filling, evaluating)
 
     def bubble_closed(self, now_ns: int) -> None:
         bubble, self._bubble = self._bubble, None
@@ -229,6 +206,7 @@ class RankListener:
             return
         if bubble.seq and self.gate is not None:
             self.gate.close(now_ns)
+        bubble.end_ns = now_ns
         in_cycle = bubble.kind in PIPELINE_KINDS
         if in_cycle:
             self.predictor.observe(bubble.kind, bubble.index, bubble.start_ns, now_ns)
@@ -237,23 +215,10 @@ class RankListener:
             rested = self._outside.observe(duration_ns)
             if not bubble.seq and not (rested and duration_ns >= _LEAST_OUTSIDE_NS):
                 return
-        free_bytes = self.free_bytes() if bubble.promised_bytes is None else bubble.promised_bytes
+        bubble.free_bytes = free_bytes = self.free_bytes() if self._promised_bytes is None else self._promised_bytes
         if in_cycle and not bubble.forward_only:
             self._free_bytes[bubble.index] = free_bytes
-        self.recorder.bubble(
-            Bubble(
-                self.iteration,
-                bubble.index,
-                bubble.kind,
-                bubble.start_ns,
-                now_ns,
-                bubble.predicted_ns,
-                bubble.seq,
-                free_bytes,
-                bubble.filling,
-                bubble.forward_only,
-            )
-        )
+        self.recorder.bubble(bubble)
 
     def computed(self, name: str, start_ns: int, end_ns: int) -> None:
         self.recorder.span(name, self.iteration, start_ns, end_ns)

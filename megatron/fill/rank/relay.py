@@ -25,7 +25,7 @@ from megatron.fill.device.port import DeviceError
 from megatron.fill.linux import host
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlReader
-from megatron.fill.pages.gate import GateWriter, SharedGate
+from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.lastword import MOST_BYTES, LastWord
 from megatron.fill.pages.ring import Entry, Fact, Ring, RingReader
 from megatron.fill.rank.listener import RankListener
@@ -180,14 +180,12 @@ class Relay:
 
     Args:
         free: the free memory, as the listener reads it.
-        gate: the listener's gate; closed here only when facts were lost.
     """
 
-    def __init__(self, ring: RingReader, listener: RankListener, free: FreeMemory, gate: GateWriter | None) -> None:
+    def __init__(self, ring: RingReader, listener: RankListener, free: FreeMemory) -> None:
         self.ring = ring
         self.listener = listener
         self.free = free
-        self.gate = gate
         self.ended = False
         self._lost = 0
         self._skipping = False
@@ -218,8 +216,8 @@ class Relay:
         """Handle overwritten facts: skip the rest of this iteration, and do not learn from the next one."""
         self._lost = self.ring.lost
         self._skipping = True
-        if self.gate is not None:
-            self.gate.close(now_ns)
+        if self.listener.gate is not None:
+            self.listener.gate.close(now_ns)
         self.listener.disturbed("facts were lost")
 
     def _tell(self, entry: Entry, now_ns: int) -> None:
@@ -240,8 +238,6 @@ class Relay:
             case Fact.CYCLE_STARTED:
                 key = CycleKey(entry.text, entry.index, abs(entry.number), entry.number < 0)
                 listener.cycle_started(key, now_ns)
-            case Fact.CYCLE_ENDED:
-                listener.cycle_ended()
             case Fact.DISTURBED:
                 listener.disturbed(entry.text)
             case Fact.END:
@@ -260,7 +256,7 @@ def serve(spec: RelaySpec) -> None:
     control = None if spec.control_fd is None else ControlReader(spec.control_fd)
     free = FreeMemory(_driver(spec.device_uuid))
     listener = spec.rank.listener(free, gate, board, control)
-    relay = Relay(ring, listener, free, gate)
+    relay = Relay(ring, listener, free)
     free.watch()
     try:
         relay.run()

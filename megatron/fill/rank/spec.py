@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.pages.board import CycleBoard
-from megatron.fill.pages.control import RankSwitch
+from megatron.fill.pages.control import RunSwitch
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.rank.brake import Brake
 from megatron.fill.rank.listener import RankListener
@@ -42,7 +42,7 @@ class RankSpec:
         free_bytes: Callable[[], int],
         gate: SharedGate | None,
         board: CycleBoard | None,
-        control: RankSwitch | None,
+        control: RunSwitch | None,
     ) -> RankListener:
         """Return the listener, with its recorder; gate and board are sealed: only existing mappings can write to them.
 

@@ -73,9 +73,6 @@ class StreamListener:
         self._write(Fact.CYCLE_STARTED, key.microbatches, chunks, text=key.schedule)
         self._mark()
 
-    def cycle_ended(self) -> None:
-        self._write(Fact.CYCLE_ENDED, marked=False)
-
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         self._outside = kind not in PIPELINE_KINDS
         if self._outside:

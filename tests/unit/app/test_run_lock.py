@@ -117,19 +117,16 @@ def test_a_folder_that_cannot_be_made_is_no_reason_not_to_train(tmp_path, caplog
 
 
 def test_a_refusal_reaches_the_training_and_other_failures_do_not():
-    class Refusing:
-        def __init__(self, error: Exception) -> None:
-            self.error = error
+    def refusing(error: Exception) -> Attached:
+        def on_start(info: RankInfo, args: object) -> None:
+            raise error
 
-        def on_parse(self, args: object) -> None: ...
-
-        def on_start(self, info: RankInfo, args: object) -> None:
-            raise self.error
+        return Attached(on_start=on_start)
 
     info = RankInfo(0, 1, 0, 1, 0, 1, 0, 1)
     with pytest.raises(RunTaken):
-        Attached(Refusing(RunTaken("x"))).started(info, None)  # type: ignore[arg-type]
-    Attached(Refusing(ValueError("x"))).started(info, None)  # type: ignore[arg-type]
+        refusing(RunTaken("x")).started(info, None)  # type: ignore[arg-type]
+    refusing(ValueError("x")).started(info, None)  # type: ignore[arg-type]
 
 
 def ranks(tmp_path: Path, body: Callable[[RankInfo], str]) -> list[str]:

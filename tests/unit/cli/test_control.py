@@ -20,8 +20,15 @@ from hypothesis import strategies as st
 from megatron.fill.cli import main
 from megatron.fill.cli.control import change
 from megatron.fill.errors import ControlError
-from megatron.fill.pages.control import _AGENT_BORN, ControlPage, ControlReader, RunState, damaged_notes, find_pages
-from megatron.fill.pages.figures import Figures
+from megatron.fill.pages.control import (
+    _AGENT_BORN,
+    ControlPage,
+    ControlReader,
+    Figures,
+    RunState,
+    damaged_notes,
+    find_pages,
+)
 from megatron.fill.pages.watcher import ControlWatcher
 from tests.support.waiting import until
 

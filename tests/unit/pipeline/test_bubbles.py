@@ -127,7 +127,7 @@ def test_peak_activations_of_interleaved():
     assert peak_activations(interleaved(4, 8, 2)) == (11, 9, 7, 5)
     sizes = [100, 200, 10, 20]
     assert peak_activation_bytes(interleaved(2, 2, 2), sizes) == (220, 420)
-    with pytest.raises(ValueError, match="3 bytes_per_virtual_stage; expected 4: one each"):
+    with pytest.raises(ValueError, match="3 kept_bytes; expected 4: one each"):
         peak_activation_bytes(interleaved(2, 2, 2), [1, 2, 3])
 
 

@@ -36,7 +36,6 @@ class Drive:
             self.listener.bubble_opened(BubbleKind.INTERIOR, index, self.now_ns)
             self.now_ns += int(duration * MS)
             self.listener.bubble_closed(self.now_ns)
-        self.listener.cycle_ended()
 
     def iteration(self, *durations_ms: float, compute_ms: float = 5) -> None:
         self.number += 1

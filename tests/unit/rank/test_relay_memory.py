@@ -28,7 +28,7 @@ class Listener:
 
 def test_what_is_missing_of_the_training_s_margin_is_no_worker_s():
     free, ring, listener = FreeMemory(lambda: 1000), Ring(), Listener()
-    reads = Relay(RingReader(ring.fd), listener, free, None)  # type: ignore[arg-type]
+    reads = Relay(RingReader(ring.fd), listener, free)  # type: ignore[arg-type]
     free.look()
     assert free() == 1000
     for missing in (300, 2000, 0):
@@ -39,7 +39,7 @@ def test_what_is_missing_of_the_training_s_margin_is_no_worker_s():
 
 def test_what_the_author_of_a_schedule_promised_is_passed_on():
     ring, listener = Ring(), Listener()
-    reads = Relay(RingReader(ring.fd), listener, FreeMemory(lambda: 1), None)  # type: ignore[arg-type]
+    reads = Relay(RingReader(ring.fd), listener, FreeMemory(lambda: 1))  # type: ignore[arg-type]
     for promised in (-1, 0, 5):
         ring.write(Fact.BUBBLE_OPENED, free_bytes=promised, text="fill")
         reads.step(0)

@@ -50,7 +50,7 @@ class Rank:
         predictor = BubblePredictor(FillRule(warmup=WARMUP, margin=0.0))
         listener = RankListener(self.gate, self.recorder, predictor, free)
         ring = Ring()
-        self.relay = Relay(RingReader(ring.fd), listener, free, self.gate)
+        self.relay = Relay(RingReader(ring.fd), listener, free)
         self.listener = StreamListener(ring, self.stream)
         self.number = 0
 

@@ -40,7 +40,7 @@ def test_entries_come_in_order_and_with_their_mark(ends):
 def test_an_unmarked_entry_waits_for_the_next_mark(ends):
     ring, reader = ends
     ring.write(Fact.ITERATION_STARTED)
-    ring.write(Fact.CYCLE_ENDED, marked=False)
+    ring.write(Fact.DISTURBED, text="evaluation", marked=False)
     assert [entry.fact for entry in reader.take()] == [Fact.ITERATION_STARTED]
 
 

@@ -74,7 +74,7 @@ class ScriptedGate:
 
 
 class Switch:
-    running = True
+    running = settled = True
 
 
 class Bench:
