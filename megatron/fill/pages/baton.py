@@ -17,7 +17,7 @@ _BYTES = 4096
 
 
 class Baton:
-    """A baton, mapped from its descriptor; the resident job, the tail job and the agent all use this class."""
+    """A baton, mapped from its descriptor."""
 
     def __init__(self, fd: int) -> None:
         page, self._address = memfd.map_page(fd, _BYTES, writable=True)
@@ -54,8 +54,7 @@ class Baton:
         return self._words[1]
 
     def wait(self, seen: int) -> None:
-        """Sleep until another bubble than ``seen`` is passed on, the baton is dropped or a signal comes, for at most
-        a second."""
+        """Sleep, for at most a second, until another bubble than ``seen`` is passed on or the baton is dropped."""
         futex.wait(self._address, seen & 0xFFFFFFFF, LOOK_AGAIN_NS)  # a timeout, since the holder may die
 
 

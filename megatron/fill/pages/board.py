@@ -23,11 +23,7 @@ _KINDS = tuple(BubbleKind)
 
 
 class CycleBoard:
-    """The writer's end: the rank's, or its relay's on CUDA.
-
-    Args:
-        fd: descriptor of an existing board, which the rank passed to this process to write; None creates one.
-    """
+    """The writer's end, on a new board or on that of a descriptor which the rank passed on."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = memfd.create("cycle", BOARD_BYTES, sealable=True) if fd is None else fd
@@ -54,7 +50,7 @@ class CycleBoard:
         return memfd.reader_fd(self.fd)
 
     def seal(self) -> None:
-        """Seal the board: only existing mappings can write to it from now on, even if another process reopens it."""
+        """Let only existing mappings write to the board from now on, even if another process reopens it."""
         memfd.close_to_writers(self.fd)
 
 

@@ -1,9 +1,9 @@
 """The control page: one rank's shared word with the state of its jobs (running, paused, ...), set by the operator.
 
 It is one page of an anonymous memory file, like the gate, and not a file in the run folder: such a file could be
-truncated, or lie on a server that stops answering, and either would take the training down.  The rank creates the page
-and notes its process and descriptor in ``RUN/control/NODE/rank3.json``; an operator's command on the same node opens
-the page through ``/proc``.  The rank and the workers only read; a change is one store and one wake-up, without a lock.
+truncated, or lie on a server that stops answering, and either would take the training down.  The rank notes its process
+and descriptor in ``RUN/control/NODE/rank3.json``; an operator's command on the same node opens the page through
+``/proc``.  The rank and the workers only read; a change is one store and one wake-up, without a lock.
 
 Layout, in 64-bit words of the machine's byte order::
 
@@ -84,11 +84,7 @@ class AlwaysRunning:
 
 
 class ControlReader:
-    """A worker's view of the control page, over the descriptor that its agent passed on.
-
-    Raises:
-        ControlError: the descriptor is not a control page of this version.
-    """
+    """A worker's view of the control page; ControlError if the descriptor is not a control page of this version."""
 
     def __init__(self, fd: int) -> None:
         self._attach(fd, writable=False)
@@ -190,7 +186,6 @@ class ControlPage(ControlReader):
         self._words[_ACKNOWLEDGED] = word
 
     def settle(self) -> None:
-        """Record that the first job of every rank has done a step."""
         self._words[_SETTLED] = 1
 
     @property
@@ -211,14 +206,7 @@ class ControlPage(ControlReader):
         self._floats[_FIGURES : _FIGURES + len(figures)] = memoryview(array("d", figures))
 
     def announce(self, run_dir: Path, board_fd: int | None = None) -> Path:
-        """Write the note by which the operator finds the page; the caller removes it when the rank is done.
-
-        Args:
-            board_fd: descriptor of the rank's board, whose pulse shows whether the training moves.
-
-        Raises:
-            OSError: the note cannot be written.
-        """
+        """Write the note by which the operator finds the page, and the rank's board; OSError if that fails."""
         path = run_dir / CONTROL / os.uname().nodename / f"rank{self.rank}.json"
         write_text(path, json.dumps({"pid": self.pid, "fd": self.fd, "board": board_fd}) + "\n")
         return path
@@ -273,8 +261,7 @@ def damaged_notes(run_dir: Path) -> list[str]:
 
 
 def notes(run_dir: Path) -> list[Path]:
-    """The paths of the notes by which the run's ranks on this node are found; a rank that is done has removed its
-    note."""
+    """The notes of the run's ranks on this node; a rank that is done has removed its note."""
     return sorted((run_dir / CONTROL / os.uname().nodename).glob("rank*.json"))
 
 
@@ -312,10 +299,8 @@ def read_note(path: Path) -> Note:
 
 
 def _open(path: Path, known: Sequence[ControlPage]) -> ControlPage | None:
-    """Open the page that a note names, if it is not a known one; None if that rank is gone or the note is damaged.
-
-    Raises:
-        ControlError: the rank belongs to another user.
+    """Open the page that a note names, if it is not a known one; None if that rank is gone or the note is damaged;
+    ControlError if the rank belongs to another user.
     """
     try:
         note = read_note(path)

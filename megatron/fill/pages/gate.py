@@ -1,8 +1,8 @@
 """The gate: one rank's shared-memory word that says "a bubble is open until T, with B bytes free".
 
-It is one page of an anonymous memory file (``memfd``): without a name, it leaves nothing behind and cannot collide with
-another run's.  The rank is its only writer; workers map it read-only, so no worker can reach the rank through it.
-Opening is a handful of stores and one futex wake; so is closing.  There is no lock.
+It is one page of an anonymous memory file (``memfd``), which leaves nothing behind.  The rank is its only writer;
+workers map it read-only, so no worker can reach the rank through it.  Opening is a handful of stores and one futex
+wake; so is closing.  There is no lock.
 
 Layout, in 64-bit words of the machine's byte order; times in ns of CLOCK_MONOTONIC::
 
@@ -40,8 +40,6 @@ MOST_WOKEN = 8
 
 
 class Phase(IntEnum):
-    """The phase of the training."""
-
     TRAINING = 0
     ALONE = 1  # the training stands still after its last iteration; the open bubble measures tasks by themselves
     ENDED = 2
@@ -143,10 +141,7 @@ class GateReader(Protocol):
         """The end of bubble ``seq``; None while it is open."""
 
     def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
-        """Return the number and the length in ns of each bubble after ``seq`` that was over at ``until_ns``.
-
-        Those more than 32 before the latest bubble are left out.
-        """
+        """Return number and length in ns of the latest bubbles after ``seq`` that were over at ``until_ns``."""
 
     @property
     def ended(self) -> bool:
@@ -154,12 +149,10 @@ class GateReader(Protocol):
 
 
 class SharedGate:
-    """The writer's end of a gate in shared memory (GateWriter).
+    """The writer's end of a gate in shared memory (GateWriter), new or on a descriptor that the rank passed on.
 
-    All of its state is in the page, so a new writer resumes where the last one stopped.  One process writes at a time.
-
-    Args:
-        fd: descriptor of an existing gate, which the rank passed to this process to write; None creates one.
+    All of its state is in the page, so a new writer resumes where the last one stopped.  One process writes at a
+    time.
 
     Raises:
         GateError: ``fd`` is not a gate of this version.
@@ -221,7 +214,7 @@ class SharedGate:
 
     @property
     def ended(self) -> bool:
-        """True if the training is over, as recorded by this process or by another that wrote the gate."""
+        """True if the training is over, as recorded by any process that wrote the gate."""
         return self._words[_PHASE] == Phase.ENDED
 
     def reader_fd(self) -> int:
@@ -229,16 +222,12 @@ class SharedGate:
         return memfd.reader_fd(self.fd)
 
     def seal(self) -> None:
-        """Seal the gate: only existing mappings can write to it from now on, even if another process reopens it."""
+        """Let only existing mappings write to the gate from now on, even if another process reopens it."""
         memfd.close_to_writers(self.fd)
 
 
 class SharedGateReader:
-    """A worker's end of a gate in shared memory (GateReader), over the descriptor that the agent passed on.
-
-    Raises:
-        GateError: the descriptor is not a gate of this version.
-    """
+    """A worker's end of a gate in shared memory (GateReader); GateError if the descriptor is not of this version."""
 
     def __init__(self, fd: int) -> None:
         try:
@@ -276,7 +265,6 @@ class SharedGateReader:
         return bubble if self.is_open(seq) else None
 
     def wait_change(self, seq: int, timeout_ns: int) -> None:
-        """Sleep until bubble ``seq`` is over, for at most ``timeout_ns`` and at most a second."""
         word = (2 * seq + 1) & 0xFFFFFFFF
         if self._word[0] == word:
             futex.wait(self._address, word, min(timeout_ns, LOOK_AGAIN_NS))

@@ -24,7 +24,7 @@ class RankStanding:
 
     Attributes:
         state: process state, a letter of proc_pid_stat(5); empty once the process is gone.
-        pulse: latest pulse of the rank; None before the first, and if the note names no board.
+        pulse: its latest pulse; None before the first, and if the note names no board.
     """
 
     rank: int
@@ -88,7 +88,7 @@ def stillness(standings: Sequence[RankStanding], now_ns: int | None = None) -> l
 
 
 def _standing(path: Path) -> RankStanding | None:
-    """The state of the rank that wrote the note at ``path``; None if the note is damaged or has just been removed."""
+    """The state of the rank that wrote a note; None if the note is damaged or has just been removed."""
     named = re.fullmatch(r"rank(\d+)\.json", path.name)
     try:
         note = read_note(path)

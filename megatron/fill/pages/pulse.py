@@ -54,7 +54,7 @@ class Pulse:
     def still_s(self, now_ns: int) -> float:
         """Seconds without progress, as far as is known; 0 while that is usual.
 
-        A process whose pulse has stopped (it is stopped or stuck) counts as still since its last progress.
+        A process whose pulse has stopped counts as still since its last progress.
         """
         silent = self.silent(now_ns)
         still_s = ((now_ns if silent else self.looked_ns) - self.moved_ns) / _S

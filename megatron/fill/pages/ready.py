@@ -13,7 +13,7 @@ _FOLDER = "/dev/shm"  # all ranks of the node can open a file there; its name is
 
 
 class ReadyPage:
-    """A rank's page, mapped by its owner or by another rank of the same user.
+    """A rank's page, mapped by its owner or by another rank of the same user; OSError if there is none on this node.
 
     Args:
         path: file of the page, which ``create`` makes.
@@ -24,9 +24,6 @@ class ReadyPage:
         gone: 1 for each rank that announces no more transfers; read and written by hosts.
         address: address of the first word; one word of 4 bytes for each rank.
         size: size in bytes, whole pages.
-
-    Raises:
-        OSError: the file does not exist on this node, or belongs to another user.
     """
 
     def __init__(self, path: str, ranks: int) -> None:

@@ -44,9 +44,9 @@ def create_log() -> int:
 
 
 def map_log(fd: int) -> memoryview:
-    """Map the log of ``fd`` until the process ends; the caller can then close ``fd``, so that a task cannot find it.
+    """Map the log of ``fd`` until the process ends.
 
-    Python's ``mmap`` would keep a descriptor as long as its mapping.
+    The caller can then close ``fd``, so that a task cannot find it; Python's ``mmap`` would keep a descriptor.
     """
     return memfd.map_page(fd, _BYTES, writable=True)[0]
 
@@ -91,11 +91,7 @@ class _Known:
 
 
 class StepLog:
-    """A step log; the worker and the agent both use this class.
-
-    Args:
-        page: descriptor of the log, or the log if it is mapped already.
-    """
+    """A step log, of a descriptor or mapped already; the worker and the agent both use this class."""
 
     step_count = _Count(_STEP_COUNT)  # number of steps so far, those alone included
     alone_steps = _Count(_ALONE_STEPS)
@@ -265,11 +261,7 @@ class StepLog:
         self._words[_USE_COUNT] = count + 1
 
     def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:
-        """The valid content of the log, as a record for the report.
-
-        Args:
-            most: greatest number of the most recent bubbles, and of the most recent steps.
-        """
+        """Return the valid content of the log for the report, with the ``most`` most recent bubbles and steps."""
         now_ns = time.monotonic_ns()
         given = self._count(_USE_COUNT)
         uses = (BubbleUse(*row) for row in recent(self._uses, _USE_FIELDS, given, most))
@@ -298,12 +290,7 @@ def _sensible(use: BubbleUse) -> bool:
 
 
 def recent(ring: memoryview, width: int, count: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the latest ``most`` rows of a ring buffer, oldest first.
-
-    Args:
-        ring: words of the ring, in rows of ``width``.
-        count: number of rows written so far.
-    """
+    """Yield the latest ``most`` of ``count`` rows ever written to a ring buffer in rows of ``width``, oldest first."""
     rows = len(ring) // width
     for row in range(max(0, count - min(rows, most)), count):
         at = row % rows * width

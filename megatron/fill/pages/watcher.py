@@ -13,14 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class ControlWatcher:
-    """A thread that calls back with the state once at the start, and after every change.
+    """A daemon thread that calls ``act`` with the state once at the start, and after every change.
 
-    A callback that raises is logged, and called again with the next change.  Of several changes during one callback,
-    only the last is seen.
-
-    Args:
-        page: control page to watch; changes are acknowledged in it if it is a writable ``ControlPage``.
-        act: callback, called in the watcher's thread; a change counts as acknowledged when it returns.
+    A call that returns counts as acknowledged, if the page is writable; one that raises is logged.  Of several changes
+    during one call, only the last is seen.
     """
 
     def __init__(self, page: ControlReader, act: Callable[[RunState], None]) -> None:
@@ -29,7 +25,6 @@ class ControlWatcher:
         self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
 
     def start(self) -> None:
-        """Start the thread.  It is a daemon that sleeps in the kernel, so it does not delay the process's end."""
         self._thread.start()
 
     def _watch(self) -> None:

@@ -12,9 +12,9 @@ MOST_SETTLING = 200  # number of iterations after the warm-up after which paired
 class Blocks:
     """Counts the iterations of one rank.
 
-    The blocks begin when the jobs of all ranks have settled: a GPU's job sets itself up in bubbles, so its start would
-    otherwise fall into the first blocks.  The iteration in the middle of a block without filling is not watched: its
-    bubbles are not recorded, so that its time shows the cost of watching.
+    The blocks begin when the jobs of all ranks have settled: a GPU's job sets itself up in bubbles.  The iteration
+    in the middle of a block without filling is not watched: its bubbles are not recorded, so its time shows what
+    watching costs.
 
     Args:
         warmup: number of iterations before the first block.
@@ -24,7 +24,7 @@ class Blocks:
     Attributes:
         past_warmup: number of the present iteration, from 0 at the end of the warm-up; negative before.
         number: its block, counted from the end of the warm-up; -1 while jobs settle, and without blocks.
-        watched: True if the bubbles of the present iteration are recorded.
+        watched: True if its bubbles are recorded.
         begun: True once jobs have settled, so that measurements count, with and without blocks (``settling``).
     """
 

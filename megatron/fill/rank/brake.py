@@ -1,10 +1,9 @@
 """The automatic brake: stops filling when it measurably slows the training down, and tries again later.
 
 ``--fill-max-slowdown`` is the limit.  A few iterations in each period are left unfilled (a *probe*), to compare their
-filled neighbours with.  Megatron's iteration number alone determines which ones, so all ranks leave the same iterations
-unfilled without communication; longer periods are multiples of the shorter ones, so probes of ranks coincide.
-
-Probes are short, since two of two iterations, each beside filled ones of its own, tell more than one of four.
+filled neighbours with; probes are short, since two of two iterations tell more than one of four.  Megatron's iteration
+number alone determines which ones, and longer periods are multiples of the shorter ones, so all ranks leave the same
+iterations unfilled without communication.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Brake:
 
     Args:
         limit: the accepted slowdown as a fraction (0.01 is 1%).
-        rank: the rank's number, for messages.
         guard_ns: time kept free at the end of every predicted bubble before the first strike.
         paired_blocks: length of alternating blocks, which are then used as pairs; 0 for probes.
         say: prints a line for the operator.
@@ -127,8 +125,8 @@ class Brake:
     def _pair_of(self, iteration: int, number: int) -> tuple[int, int] | None:
         """Return the key of the pair that an iteration belongs to, if any.
 
-        A pair is a probe with its filled neighbours, two paired blocks, or the end of a cool-down with the iterations
-        that follow it.
+        A pair is a probe with its filled neighbours, two paired blocks, or the end of a cool-down with what follows
+        it.
         """
         if self.paired_blocks:
             return None if self._until > iteration else (0, number // (2 * self.paired_blocks))

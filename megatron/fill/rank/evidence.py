@@ -38,7 +38,7 @@ class MeasuredSlowdown:
 
 
 class Noise:
-    """Noise of iteration times: the standard deviation of their logarithms.
+    """The standard deviation of the logarithms of iteration times.
 
     It is estimated from the differences between successive iterations of the same kind (filled or not).
     """
@@ -61,25 +61,17 @@ class Noise:
 
 
 class Evidence:
-    """Tests the latest pairs against the limit.
-
-    Args:
-        limit: the accepted slowdown as a fraction (0.01 is 1%).
-    """
+    """Tests the latest pairs against the limit, the accepted slowdown as a fraction (0.01 is 1%)."""
 
     def __init__(self, limit: float) -> None:
         self._limit = math.log1p(limit)
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_MOST_PAIRS)  # change, and its variance in sigma^2
 
     def add(self, on: Sequence[float], off: Sequence[float], sigma: float) -> None:
-        """Add a pair.
+        """Add a pair, of the logarithms of the iteration times with and without filling; neither is empty.
 
-        Of two iterations without filling, between which a midmean cannot choose, an outlier is left out: the one that
-        is farther from the filled ones.
-
-        Args:
-            on, off: logarithms of the iteration times with and without filling; neither is empty.
-            sigma: their standard deviation.
+        Of two iterations without filling, between which a midmean cannot choose, an outlier is left out: the one
+        that is farther from the filled ones.
         """
         filled = midmean(on)
         if len(off) == 2 and abs(off[0] - off[1]) > _APART * sigma:
@@ -92,9 +84,9 @@ class Evidence:
     def verdict(self, sigma: float) -> MeasuredSlowdown | None:
         """Return the slowdown if it surely exceeds the limit over the latest two or more pairs, otherwise None.
 
-        For every number of pairs, a lower confidence bound of the mean change is compared with the limit.  The standard
-        deviation of the mean is the larger one of two estimates: from the noise of single iterations (reliable when
-        there are few pairs), and from the scatter of the pairs (includes slow noise, and grows with an outlier).
+        For every number of pairs, a lower confidence bound of the mean change is compared with the limit.  Its standard
+        deviation is the larger one of two estimates: from the noise of single iterations (reliable when there are few
+        pairs), and from the scatter of the pairs (includes slow noise, and grows with an outlier).
         """
         found = [measured for measured in self._bounds(sigma) if measured.excess > 0]
         return max(found, key=lambda measured: measured.excess, default=None)

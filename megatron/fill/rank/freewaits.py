@@ -3,14 +3,13 @@
 NCCL receives with a kernel that spins on its multiprocessor until the data comes.  So under time-slicing a rank that
 only waits keeps its time slices, and a job has half of the bubble at most.  Here a receive is held up in its stream, by
 a wait of the GPU's front end for a word in host memory (``cuStreamWaitValue32``), until the sender's stream has reached
-its send and has written that word (``cuStreamWriteValue32``).  Until then the receiver has no kernel on the GPU.
+its send and has written that word (``cuStreamWriteValue32``).
 
-The word counts the transfers of one sender, in the order of their posting, which is also the order in which NCCL
-matches them.  Each rank announces all that it sends in a call before it holds up any receive of that call, on the
-stream that computed the data.  An announcement therefore comes no later than the send itself would begin, so a held
-receive begins no later than it could have made progress (docs/cuda.md shows why this cannot deadlock).  If an
-unforeseen schedule deadlocks anyway, or a sender has ended, the guard releases the receive: it then waits as NCCL does,
-with NCCL's own timeout.
+The word counts the transfers of one sender, in the order of their posting, in which NCCL matches them.  Each rank
+announces all that it sends in a call before it holds up any receive of that call, on the stream that computed the data:
+no later than the send itself would begin, so a held receive begins no later than it could have made progress
+(docs/cuda.md shows why this cannot deadlock).  If an unforeseen schedule deadlocks anyway, or a sender has ended, the
+guard releases the receive: it then waits as NCCL does, with NCCL's own timeout.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class Streams(Protocol):
     def held(self, source: int, index: int, value: int) -> AbstractContextManager[None]:
         """Make a stream for this source current in the block.
 
-        It continues after the work that is enqueued in the present stream, and once the own page's word at ``index``
-        has reached ``value``.
+        It continues after the work in the present stream, and once the own page's word at ``index`` has reached
+        ``value``.
         """
 
 
@@ -61,7 +60,6 @@ class FreeWaits:
     Args:
         own: this rank's page.
         others: pages of the other ranks on this node; transfers to and from other nodes are not changed.
-        rank: this rank.
     """
 
     def __init__(self, streams: Streams, own: ReadyPage, others: Mapping[int, ReadyPage], rank: int) -> None:
@@ -85,11 +83,7 @@ class FreeWaits:
             self._streams.write(page, self._rank, value)
 
     def receive(self, sender: int, *, hold: bool = True) -> AbstractContextManager[None]:
-        """Return the context in which to post a receive from ``sender``.
-
-        Args:
-            hold: hold the receive up until it is announced; otherwise only count it.
-        """
+        """Return the context to post a receive from ``sender`` in: held up until announced, or only counted."""
         if sender not in self._others:
             return contextlib.nullcontext()
         self._posted[sender] = value = (self._posted[sender] + 1) % _CYCLE
@@ -118,10 +112,7 @@ class FreeWaits:
                     self._let_go(sender, due)
 
     def release(self) -> None:
-        """Stop holding up and announcing, and notify the other ranks.
-
-        Called at the end of the training, or if the driver refuses.
-        """
+        """Stop holding up and announcing, at the training's end or if the driver refuses; notify the others."""
         for receiver, page in self._others.items():
             # A stream's pending write may follow and set a lower value; then the other rank's guard releases it.
             page.words[self._rank] = (self._sent[receiver] + _FAR) % _CYCLE

@@ -32,12 +32,10 @@ class RankListener:
 
     Args:
         gate: the rank's gate; None to measure only.
-        recorder: collects the record.
-        predictor: predicts the ends of bubbles.
         free_bytes: returns the device memory that the training leaves free now.
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
             While jobs settle (``Blocks``), every iteration is filled.
-        board: page for the bubble cycle, updated after a few iterations and then every 20, for planners; None for none.
+        board: page for the bubble cycle, updated after a few iterations and then every 20; None for none.
         brake: stops the filling while it slows the training down; None for no brake.
         control: while it is not running, no bubble is opened or counts as fillable.
     """
@@ -90,11 +88,7 @@ class RankListener:
         self._promised_bytes: int | None = None  # free memory that the schedule promises in it
 
     def iteration_started(self, iteration: int, now_ns: int, watched: bool | None = None) -> None:
-        """Begin a training iteration.
-
-        Args:
-            watched: True if its bubbles will be reported; None if this listener decides that itself.
-        """
+        """Begin an iteration; ``watched``: its bubbles will be reported, None if this listener decides."""
         self.iteration = iteration
         self._forward_only = False
         self._iteration_start_ns = now_ns
@@ -231,13 +225,13 @@ class RankListener:
 
     @property
     def waits(self) -> tuple[BubbleKind, int] | None:
-        """The kind of the open bubble and the time of its opening in ns; None outside bubbles.  For any thread."""
+        """The kind of the open bubble and its start in ns; None outside bubbles.  For any thread."""
         bubble = self._bubble
         return None if bubble is None else (bubble.kind, bubble.start_ns)
 
     @property
     def longest_ns(self) -> int:
-        """The duration of the longest recent iteration in ns; 0 before the first has ended.  For any thread."""
+        """The longest recent iteration in ns; 0 before the first has ended.  For any thread."""
         return max(tuple(self._recent_ns), default=0)
 
     def finish(self) -> bool:
@@ -247,6 +241,5 @@ class RankListener:
         return self.recorder.close()
 
     def shut(self) -> None:
-        """End the gate; called when the bus removes this listener after a failure."""
         if self.gate is not None:
             self.gate.end()

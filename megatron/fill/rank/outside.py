@@ -1,11 +1,11 @@
 """Prediction of the waits outside the pipeline: in a save, for the next batch, and in collectives of the own stage.
 
 They come seldom, or are usually short, and nothing bounds them.  So a wait is expected to last as long as the shortest
-of the last ones at its place, and the first one there is not predicted.  A step begins only if it ends before.  Places
+of the last ones at its place, the first one there is not predicted, and a step begins only if it ends before.  Places
 are the waits of a save, the batches and the collectives of a training iteration (those of its replicas, say), and the
 batches of a schedule in an evaluation.
 
-A wait is worth filling only if the rank itself rests in it.  A loader without workers computes the batch in the rank's
+A wait is worth filling only if the rank itself rests in it: a loader without workers computes the batch in the rank's
 own thread, a save in the background copies, and a reduction on the CPU adds up.  A wait in which the rank's process
 used its cores for more than ``_MOST_BUSY`` of the time therefore counts as one of no length.
 """

@@ -48,7 +48,7 @@ class Forecast(NamedTuple):
     fills: bool = False
 
     def deadline_and_ends(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
-        """Return the deadline and the ends as absolute times for the gate, for a bubble that opens at ``from_ns``."""
+        """Return the deadline and the ends as absolute times, for a bubble that opens at ``from_ns``."""
         return from_ns + self.shortest_ns, tuple([from_ns + end_ns for end_ns in self.ends_ns])
 
 
@@ -69,11 +69,7 @@ class BubblePredictor:
         self._after: list[_After] = []  # of the present cycle, if it is disturbed
 
     def cycle_started(self, key: CycleKey, now_ns: int, after: frozenset[str] = frozenset()) -> None:
-        """Begin a cycle, to which the bubbles observed next belong.
-
-        Args:
-            after: reasons why it is disturbed, such as a checkpoint; empty for a usual cycle.
-        """
+        """Begin a cycle, to which the bubbles observed next belong; ``after``: what disturbed it, if anything."""
         before, cycle = self._cycle, self._cycles.setdefault(key, _Cycle())
         cycle.started(now_ns, before is cycle and self._learning, self.rule)
         self._cycle = cycle
@@ -141,9 +137,9 @@ class BubblePredictor:
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """Return the bubbles of the present cycle with their low durations in ns; empty if the cycle is too new.
 
-        A plan needs few observations and no margin: a wrong plan does not delay the training, since the worker checks
-        the bubble before each step.  Filling requires ``warmup`` observations.  Bubbles that occur in fewer than half
-        of the iterations are left out.
+        A plan needs fewer observations than filling, and no margin: a wrong plan does not delay the training, since
+        the worker checks the bubble before each step.  Bubbles that occur in fewer than half of the iterations are
+        left out.
         """
         histories = self._cycle.histories
         cycles = max((history.seen for history in histories), default=0)
@@ -189,8 +185,7 @@ def among_replicas(step_ns: float, replicas: int, scale_ns: float) -> float:
     late by at most twice the mean.
 
     Args:
-        step_ns: the same for a single replica.
-        replicas: number of ranks per stage.
+        step_ns: the longest step for a single replica.
         scale_ns: scale of the distribution of iteration times; with 0 the delays of all replicas add up.
     """
     if replicas == 1:
@@ -244,10 +239,9 @@ class _Cycle:
             self._last, self.gains = self.gains, []
 
     def _scale_ns(self, rule: FillRule) -> float:
-        """Return ``scale_ns``.
+        """Return ``scale_ns``: between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.
 
-        Between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.  The upper part is not used:
-        occasional stalls of a training are not noise of its replicas.
+        The upper part is not used: occasional stalls of a training are not noise of its replicas.
         """
         return self._periods.low(rule)[1] / log(log(1 / rule.quantile) / log(2))
 

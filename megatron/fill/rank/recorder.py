@@ -68,11 +68,10 @@ class Recorder:
         return self._writer is None or self._writer.close(self._taken(), _LAST_S)
 
     def unwritten(self, most_bytes: int) -> bytes:
-        """Return the part of the record that could not be written (``RankWriter.unwritten``); after ``close``."""
+        """Return what could not be written (``RankWriter.unwritten``); after ``close``."""
         return b"" if self._writer is None else self._writer.unwritten(most_bytes)
 
     def _taken(self) -> RankRecord:
-        """Remove and return the part of the record that has not been written."""
         record = self.record()
         self._brakes_written = len(self.brakes)
         self.iterations, self.bubbles = [], []

@@ -97,16 +97,13 @@ class RelayProcess:
         return self._process.poll() is None
 
     def shut(self) -> None:
-        """Switch filling off before the training's end, without waiting.
-
-        The relay then ends the gate and writes the record.
-        """
+        """Switch filling off without waiting; the relay then ends the gate and writes the record."""
         self._ring.switch_off()
         if not self.alive():
             self._end_gate()
 
     def finish(self, timeout_s: float = 20.0) -> bool:
-        """Wait for the relay's end, after ``StreamListener.end`` or ``shut``; kill it after ``timeout_s``.
+        """Wait for the relay's end, after ``StreamListener.end`` or ``shut``, and kill it after ``timeout_s``.
 
         Returns:
             True if all of the record was written.  Otherwise the gate is ended.
@@ -133,9 +130,9 @@ class RelayProcess:
 
 
 class FreeMemory:
-    """The device memory that the training leaves free, by the driver's latest answer; 0 without an answer.
+    """The device memory that the training leaves free, by the driver's latest answer to a thread; 0 without an answer.
 
-    A thread of the relay asks the driver, whose answer may take milliseconds while a worker creates a context.
+    The answer may take milliseconds while a worker creates a context.
 
     Args:
         ask: returns the driver's value in bytes.
@@ -154,7 +151,6 @@ class FreeMemory:
         return max(0, self._bytes - self.missing_bytes)
 
     def look(self) -> None:
-        """Ask the driver once."""
         try:
             self._bytes = self._ask()
         except DeviceError as error:
@@ -176,11 +172,7 @@ class FreeMemory:
 
 
 class Relay:
-    """Passes facts to the listener at the times at which the device reaches them.
-
-    Args:
-        free: the free memory, as the listener reads it.
-    """
+    """Passes facts to the listener, whose free memory is ``free``, at the times at which the device reaches them."""
 
     def __init__(self, ring: RingReader, listener: RankListener, free: FreeMemory) -> None:
         self.ring = ring
@@ -245,11 +237,7 @@ class Relay:
 
 
 def serve(spec: RelaySpec) -> None:
-    """Relay for the rank of ``spec`` until its training is over, and write its record.
-
-    Raises:
-        OSError: not all of the record could be written.
-    """
+    """Relay for a rank until its training is over, and write its record; OSError if not all could be written."""
     ring = RingReader(spec.ring_fd)
     gate = None if spec.gate_fd is None else SharedGate(spec.gate_fd)
     board = None if spec.board_fd is None else CycleBoard(spec.board_fd)
@@ -273,7 +261,7 @@ def serve(spec: RelaySpec) -> None:
 
 
 def _driver(uuid: str | None) -> Callable[[], int]:
-    """Return the function that reads the GPU's free memory from NVML; without a UUID, one that returns 0."""
+    """Return the function that reads the GPU's free memory; without a UUID, one that returns 0."""
     if uuid is None:
         return lambda: 0
     return lambda: shared_nvml().free_bytes(uuid)

@@ -35,18 +35,11 @@ class Signals(Protocol):
     """Signals from the device when it reaches marks in the rank's stream."""
 
     def mark(self) -> None:
-        """Signal the ring's reader once all work enqueued so far is done.
-
-        Marks are signalled in order.  The call does not wait.
-        """
+        """Signal the ring's reader once all work enqueued so far is done, in order; does not wait."""
 
 
 class Driver:
-    """The CUDA driver, for one thread of a process in which torch has initialised the device.
-
-    Raises:
-        FillError: the driver refuses.
-    """
+    """The CUDA driver, for one thread of a process in which torch has initialised the device; raises FillError."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -60,11 +53,7 @@ class Driver:
         self._is_capturing = self.bind("cuStreamIsCapturing")
 
     def stream(self) -> ctypes.c_void_p:
-        """Return the current stream.
-
-        Raises:
-            FillError: it is being captured, and work added to a capture would break it.
-        """
+        """Return the current stream; FillError if it is being captured, since added work would break the capture."""
         stream = ctypes.c_void_p(self._current_stream(self._device).cuda_stream)
         self._is_capturing(stream, ctypes.byref(self._capture))
         if self._capture.value != _CAPTURE_NONE:
@@ -84,14 +73,7 @@ class Driver:
 
 
 class PostedSignals:
-    """Marks that post the ring's semaphore.
-
-    Args:
-        device: torch's name of the GPU, such as ``cuda:0``.
-
-    Raises:
-        FillError: the driver refuses.
-    """
+    """Marks that post the ring's semaphore; FillError if the driver refuses."""
 
     def __init__(self, device: str, ring: Ring) -> None:
         self._driver = driver = Driver(device)
@@ -119,15 +101,7 @@ class PostedSignals:
 
 
 class WrittenSignals:
-    """Marks that write their number into the ring.
-
-    Args:
-        device: torch's name of the GPU, such as ``cuda:0``.
-        ring: the ring; its reader polls for numbers from now on.
-
-    Raises:
-        FillError: the driver refuses.
-    """
+    """Marks that write their number into the ring, whose reader polls from now on; FillError if the driver refuses."""
 
     def __init__(self, device: str, ring: Ring) -> None:
         self._driver = driver = Driver(device)

@@ -44,11 +44,7 @@ class RankSpec:
         board: CycleBoard | None,
         control: RunSwitch | None,
     ) -> RankListener:
-        """Return the listener, with its recorder; gate and board are sealed: only existing mappings can write to them.
-
-        Args:
-            free_bytes, gate, board, control: arguments of ``RankListener``.
-        """
+        """Return the listener; gate and board are sealed: only existing mappings can write to them."""
         for page in (gate, board):
             if page is not None:
                 page.seal()

@@ -1,8 +1,8 @@
 """A task of an srun step, for one rank of the training (``python -m megatron.fill.rank.srun SCRIPT ARGS...``).
 
-It sets the variables that ``torch.distributed`` and Megatron read (``RANK`` and so on) from SLURM's, starts the script,
-and forwards the signals that SLURM sends before a time limit or at a cancellation.  After the rank's end it waits until
-the warden has given the jobs back, since SLURM kills the other processes of a step as soon as its tasks have ended.
+It sets the variables that ``torch.distributed`` and Megatron read from SLURM's, starts the script, and forwards the
+signals that SLURM sends before a time limit or at a cancellation.  After the rank's end it waits until the warden has
+given the jobs back, since SLURM kills the other processes of a step as soon as its tasks have ended.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ _LOOK_S, _NOTICE_S = 0.05, 0.5
 
 
 def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set, from those of srun.
-
-    Raises:
-        KeyError: srun did not start this process.
-        ValueError: ``SLURM_STEP_TASKS_PER_NODE`` cannot be parsed.
-    """
+    """Return the variables that torchrun would set, from those of srun; KeyError if srun did not start this process."""
     node = int(slurm["SLURM_NODEID"])
     here = tasks_per_node(slurm["SLURM_STEP_TASKS_PER_NODE"])[node]
     return {
@@ -48,11 +43,7 @@ def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expand SLURM's short form: ``2(x3),1`` is [2, 2, 2, 1].
-
-    Raises:
-        ValueError: ``text`` does not have that form.
-    """
+    """Expand SLURM's short form: ``2(x3),1`` is [2, 2, 2, 1]; ValueError if it is none."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -67,9 +58,6 @@ class SrunTask:
 
     The rank starts with the notices (SIGUSR1, SIGUSR2) ignored, so that one that comes while it still imports does not
     end it.  The notice is sent again once the rank has a handler.
-
-    Args:
-        command: the rank's command line.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
@@ -117,11 +105,7 @@ class SrunTask:
 
 
 def _awaits(pid: int, number: int) -> bool:
-    """True if the process has a handler for the signal.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """True if the process has a handler for the signal; OSError if there is no such process."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (number - 1) & 1)

@@ -34,13 +34,7 @@ class Moving(Protocol):
 
 
 class StillnessWatch:
-    """Checks a rank periodically.
-
-    Args:
-        rank: the rank's listener.
-        show: publishes the result of a check.
-        clock: CLOCK_MONOTONIC in ns.
-    """
+    """Checks a rank periodically; ``show`` publishes the result of a check."""
 
     def __init__(
         self, rank: Moving, info: RankInfo, show: Callable[[Pulse], None], clock: Callable[[], int] = time.monotonic_ns
@@ -55,11 +49,9 @@ class StillnessWatch:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Start the checks, in a daemon thread."""
         threading.Thread(target=self._run, name="stillness", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop the checks."""
         self._over.set()
 
     def _run(self) -> None:

@@ -24,8 +24,7 @@ class StreamListener:
     Args:
         missing_bytes: returns the part of the training's own memory margin that cannot be reserved; called every few
             iterations and after a disturbance, between two iterations.
-        relayed: returns True while the relay, which reads the ring, is alive; called in each iteration, must not block.
-        on_shut: called once when the bus removes this listener after a failure; must not block.
+        relayed: returns True while the relay is alive; must not block, as ``on_shut``, which is called after a failure.
         blocks: blocks equal to those of the relay's listener; None to watch every iteration.
     """
 
@@ -101,6 +100,5 @@ class StreamListener:
             self._mark()
 
     def shut(self) -> None:
-        """Switch filling off; called when the bus removes this listener after a failure."""
         self._is_shut = True
         self._on_shut()
