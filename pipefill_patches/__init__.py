@@ -61,8 +61,7 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the patches that a run with this command line needs.
 
     The CPU backend is included if requested (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or without a CUDA
-    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``free_waits`` on ``--fill-free-waits``, and all that were added
-    (``add``).
+    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``free_waits`` on ``--fill-free-waits``, and all of ``add``.
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
@@ -74,10 +73,8 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def apply(names: Sequence[str]) -> None:
-    """Apply the named patches, in the order of ``PATCHES``; patches that are applied already stay as they are.
-
-    Raises:
-        PatchError: a name is unknown, or a patch does not fit the imported megatron-core.
+    """Apply the named patches, in the order of ``PATCHES``, unless they are; PatchError if one is unknown or does not
+    fit.
     """
     for name in names:
         if name not in PATCHES:

@@ -56,11 +56,8 @@ def main() -> None:
 
 
 def run(arguments: list[str], only: tuple[str, ...] | None = None) -> None:
-    """Run a script with the patches applied.
-
-    Args:
-        arguments: its path, and its own arguments.
-        only: names of the patches to apply; None for all that apply here.
+    """Run a script, given by its path and its own arguments, with the patches applied: all that apply here, or ``only``
+    some.
     """
     script = arguments[0]
     if not os.path.isfile(script):

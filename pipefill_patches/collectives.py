@@ -75,8 +75,7 @@ _NAMED: tuple[tuple[str, dict[str, bool], str], ...] = (
 def wait_name(group: Any, *, meets: bool = False) -> str:
     """Return the name in the account of a wait in this group; empty for a group of one rank, which never waits.
 
-    Args:
-        meets: True for a barrier.  One of all ranks is nothing that the replicas exchange, also where all are replicas.
+    A barrier (``meets``) of all ranks is nothing that the replicas exchange, also where all are replicas.
     """
     import torch
     from megatron.core import parallel_state
@@ -102,11 +101,7 @@ def blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def wrap_calls(stack: contextlib.ExitStack, wrapper: Callable[[Call, str], Call]) -> None:
-    """Wrap all methods of process groups that communicate, by ``wrapper(method, name)``.
-
-    Raises:
-        AttributeError: this torch lacks one of ``_ALWAYS``.
-    """
+    """Wrap all methods of process groups that communicate, by ``wrapper(method, name)``."""
     import torch
 
     groups = torch.distributed.ProcessGroup

@@ -13,7 +13,6 @@ requested: argparse.Namespace | None = None  # the options of ``python -m pipefi
 
 
 def ghost_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``python -m pipefill_patches.ghosts``."""
     parser = argparse.ArgumentParser(
         "python -m pipefill_patches.ghosts",
         allow_abbrev=False,
@@ -90,11 +89,7 @@ class GhostSettings:
 
     @classmethod
     def from_args(cls, options: argparse.Namespace, args: argparse.Namespace, on_cpu: bool) -> GhostSettings:
-        """Check the options, and change Megatron's arguments to those of the real stage's process.
-
-        Raises:
-            ConfigError: an option has a wrong value, or ghosts are impossible in this run.
-        """
+        """Check the options (ConfigError), and change Megatron's arguments to those of the real stage's process."""
         _check_run(args)
         stage, stages = options.stage, args.pipeline_model_parallel_size
         if stages < 2:

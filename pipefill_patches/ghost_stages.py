@@ -64,11 +64,7 @@ class _Ghosts(Callback):
         self._group_size: int | None = None
 
     def begin_training(self, model: list[Any], config: Any) -> None:
-        """Read the model's number of chunks and Megatron's configuration.
-
-        Raises:
-            ConfigError: the timeline does not support an option of the configuration.
-        """
+        """Read the model's number of chunks and Megatron's configuration; ConfigError without a timeline for it."""
         for unknown in _UNKNOWN:
             if getattr(config, unknown, False):
                 raise ConfigError(f"ghosts: there is no timeline for {unknown}; expected a run without it")

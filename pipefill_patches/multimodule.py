@@ -40,12 +40,7 @@ _BACKWARD = Target(
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The communicator and process groups of a schedule.
-
-    Attributes:
-        communicator: a ``MultiModulePipelineCommunicator``.
-        groups: a ``MultiModuleProcessGroupCollection``.
-    """
+    """A ``MultiModulePipelineCommunicator`` and a ``MultiModuleProcessGroupCollection``, of a schedule."""
 
     communicator: Any
     groups: Any

@@ -27,10 +27,10 @@ _READERS = ("state_dict", "sharded_state_dict", "load_state_dict", "reload_model
 
 
 class OffloadedOptimizer(Callback):
-    """Moves an optimizer's state to the host and back.
+    """Moves a ``MegatronOptimizer``'s state to the host and back; its ``step`` and the readers of its state are
+    wrapped.
 
     Args:
-        optimizer: a ``MegatronOptimizer``; its ``step``, and the methods that read its state, are wrapped in place.
         pays: called with the bytes gained, the ns lost per iteration and the iteration's ns; False ends offloading.
     """
 

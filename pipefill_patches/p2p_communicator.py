@@ -33,11 +33,8 @@ _SHAPES = Target(
 
 
 class Transfers:
-    """The rank's pipeline transfers, and the ``_communicate`` call that is in progress.
-
-    Attributes:
-        waits: True if the call waits for its transfers itself.
-        for_backward: True if the call waits for an output gradient.
+    """The ``_communicate`` call that is in progress: True for ``waits`` if it waits for its transfers itself, for
+    ``for_backward`` if it waits for an output gradient.
     """
 
     __slots__ = ("for_backward", "waits")

@@ -42,11 +42,7 @@ class Target:
     uses: tuple[str, ...] = ()
 
     def resolve(self) -> tuple[Any, str]:
-        """Return the object that holds the function, and its name there.
-
-        Raises:
-            PatchError: the module or the attribute does not exist.
-        """
+        """Return the object that holds the function, and its name there; PatchError if there is none."""
         module, _, dotted = self.path.partition(":")
         owners, _, name = dotted.rpartition(".")
         try:
@@ -57,7 +53,6 @@ class Target:
         return owner, name
 
     def check(self) -> None:
-        """Raise PatchError unless the function has the expected parameters and uses the expected names."""
         owner, name = self.resolve()
         function = getattr(owner, name)
         function = inspect.unwrap(function.fget if isinstance(function, property) and function.fget else function)
@@ -87,11 +82,7 @@ class Upstream:
 
 
 def upstream() -> Upstream:
-    """Import megatron-core and return its version and folder.
-
-    Raises:
-        PatchError: megatron-core cannot be imported.
-    """
+    """Import megatron-core and return its version and folder; PatchError if it cannot be imported."""
     try:
         core = importlib.import_module("megatron.core")
         # Its version ends with the commit of the git checkout around it, if there is one; ``public`` is without it.
@@ -145,11 +136,7 @@ class Patch:
                 raise self._misfit(error) from error
 
     def apply(self) -> None:
-        """Apply the patch; a second call does nothing.
-
-        Raises:
-            PatchError: the patch does not fit the imported code; nothing is changed then.
-        """
+        """Apply the patch, unless it is applied; PatchError if it does not fit, and nothing is changed then."""
         if self.applied:
             return
         self.check()
@@ -164,7 +151,6 @@ class Patch:
         return PatchError(f"patch {self.name!r} does not fit {upstream()}: {why}; tested is megatron-core{TESTED}")
 
     def revert(self) -> None:
-        """Revert the change; does nothing if the patch is not applied."""
         if self._undo is not None:
             undo, self._undo = self._undo, None
             undo.close()

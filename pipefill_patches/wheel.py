@@ -36,11 +36,7 @@ COMPILE = Target("megatron.core.datasets.utils:compile_helpers", ())
 
 
 def set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any], patch: Patch) -> dict[str, argparse.Action]:
-    """Change defaults of Megatron's parser; return its actions by dest.
-
-    Raises:
-        PatchError: the parser lacks a dest.
-    """
+    """Change defaults of Megatron's parser, and return its actions by dest; PatchError if it lacks one."""
     actions = {action.dest: action for action in parser._actions}
     missing = sorted(defaults.keys() - actions.keys())
     if missing:

@@ -71,7 +71,6 @@ class Attached:
                 logger.exception("bubbles are not linked to the training's own spans any more; the training goes on")
 
     def wait_usually(self) -> None:
-        """Stop holding receives, permanently."""
         waits, self.waits = self.waits, None
         if waits is not None:
             waits.release()

@@ -17,12 +17,7 @@ _Folder = Annotated[str, matching(r".*\S.*", "a folder")]
 
 
 def _flag(default: Any, text: str, metavar: str | None = None, **limits: Any) -> Any:
-    """Return a flag's field.
-
-    Args:
-        text: help text for argparse; ``%(default)g`` is the default.
-        metavar: name of its value in the help; None for a switch or a choice.
-    """
+    """Return a flag's field, with its help text for argparse; ``metavar`` is None for a switch or a choice."""
     return Field(default, description=text, json_schema_extra={"metavar": metavar}, **limits)
 
 
@@ -145,11 +140,7 @@ class FillSettings(SiteSettings):
 
     @classmethod
     def from_args(cls, args: Namespace) -> FillSettings:
-        """Return the settings from the flags that Megatron's parser has parsed.
-
-        Raises:
-            ConfigError: a flag or the jobs file has a wrong value.
-        """
+        """Return the settings from the flags that Megatron's parser has parsed; ConfigError for a wrong value."""
         values = {name: getattr(args, f"fill_{name}") for name in cls.flags()}
         path = values.pop("jobs")
         if values["profile_only"] and path is not None:

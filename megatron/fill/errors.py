@@ -69,8 +69,8 @@ class NetworkError(FillError):
 def exit_saying(error: str) -> NoReturn:
     """End this rank with status 2; rank 0 prints the error.
 
-    The launcher ends all ranks when the first one has failed, so the other ranks wait: otherwise rank 0 might be ended
-    before it has printed anything.  A rank that is still running then has its own error, and prints it.
+    The launcher ends all ranks when the first one has failed, so the other ranks wait for rank 0 to have printed
+    it.  A rank that is still running then has its own error, and prints it.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(RANK_0_S)

@@ -27,12 +27,7 @@ def run_of(directory: Path) -> Path:
 
 
 def output_file(directory: Path, attempt: int | None = None) -> Path:
-    """Return the path of a job's output.
-
-    Args:
-        directory: the job's folder.
-        attempt: number of an earlier attempt; None for the latest.
-    """
+    """Return the path of the output of a job's latest attempt, or of an earlier one by its number."""
     number = "" if attempt is None else f".{attempt}"
     return run_of(directory) / OUTPUT / f"{directory.name}{number}.log"
 

@@ -44,13 +44,11 @@ class Listener(Protocol):
         """Called when a schedule begins: the bubbles that follow are numbered from 0 again."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
-        """Called when the rank is about to wait.
+        """Called when the rank is about to wait; ``free_bytes`` are promised to be free, None for the free memory
+        found.
 
-        Bubbles of the pipeline are numbered through the cycle, those of another kind through the save, the iteration or
-        the evaluation's schedule.
-
-        Args:
-            free_bytes: device memory promised to be free during the bubble; None for the free memory found.
+        Bubbles of the pipeline are numbered through the cycle, those of another kind through the save, the iteration
+        or the evaluation's schedule.
         """
 
     def bubble_closed(self, now_ns: int) -> None:
@@ -68,9 +66,9 @@ class Listener(Protocol):
 
 
 class Callback:
-    """A part of the training that acts at moments of its iterations.
+    """A part of the training that acts at moments of its iterations, before the listener.
 
-    It is called before the listener.  Its errors are not caught, since the training needs it.
+    Its errors are not caught, since the training needs it.
     """
 
     def on_iteration(self) -> None:
@@ -82,11 +80,8 @@ class Callback:
     def on_wait[T](self, call: Callable[[], T]) -> Callable[[], T]:
         """Called before a wait for another stage, of a schedule of an iteration.
 
-        Args:
-            call: waits.
-
         Returns:
-            The function to call in its place, with the same result; a bubble is open meanwhile.
+            The function to call in the place of ``call``, with the same result; a bubble is open meanwhile.
         """
         return call
 
@@ -200,9 +195,8 @@ class BubbleBus:
             self._begin(kind, self._index, None)
 
     def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
-        """Make a call that waits for another stage.  Callbacks come first; the rest of the wait is a bubble.
-
-        The bubble lasts until ``close``, or the next wait.
+        """Make a call that waits for another stage.  Callbacks come first; the rest is a bubble, until ``close`` or the
+        next wait.
         """
         if self._in_cycle and self._training:
             for callback in self.callbacks:

@@ -11,12 +11,7 @@ def ranks_here(otherwise: int) -> int:
 
 
 def local_rank(rank: int = 0, ranks: int = 1) -> int:
-    """Return the number of this rank on its node, from 0.
-
-    Args:
-        rank: its number among all ranks, which decides if the launcher does not say more.
-        ranks: number of all ranks.
-    """
+    """Return the number of this rank on its node, from 0; computed from ``rank`` if the launcher does not say."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank % ranks_here(ranks))
 
 

@@ -3,9 +3,9 @@
 ``parameters`` are those of the runtime's model, with its head for 1,000 classes of images or two of texts; a test
 counts them, and compares the simulator's blocks with them.
 
-``efficientnet-v2-l`` to ``xlm-roberta-xl`` are the sizes of PipeFill's fill jobs (arXiv 2410.07192, table 1).
-``efficientnet-b4`` is included for its published throughputs, to which the simulator's constants are fitted.
-``resnet18``, ``resnet50`` and ``vgg19`` are FreeRide's (arXiv 2409.06941, section 6).
+``efficientnet-v2-l`` to ``xlm-roberta-xl`` are PipeFill's fill jobs (arXiv 2410.07192, table 1), ``resnet18``,
+``resnet50`` and ``vgg19`` FreeRide's (arXiv 2409.06941, section 6).  ``efficientnet-b4`` is there for its published
+throughputs, to which the simulator's constants are fitted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Model:
     """A model.
 
     Attributes:
-        parameters: number of its parameters.
         length: length of a sample: tokens of a text, or pixels along a side of an image.
         shape: shape of a text's encoder; None for a model of ``timm``.
         variant: its name in ``timm``; empty for an encoder, which is one of ``transformers``.

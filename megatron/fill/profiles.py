@@ -25,11 +25,7 @@ def is_amount(value: object) -> bool:
 
 
 def whole(value: Any, most: int, what: str) -> int:
-    """Return the value if it is a whole number from 0 to ``most``.
-
-    Raises:
-        ValueError: it is not; the message has the value and what was expected.
-    """
+    """Return the value; ValueError unless it is a whole number from 0 to ``most``."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{what} is {value!r:.40}; expected a whole number from 0 to {most}")
     return value
@@ -80,11 +76,7 @@ class Configuration:
 
     @classmethod
     def parse(cls, text: str) -> Configuration:
-        """Parse the text form.
-
-        Raises:
-            ValueError: the text is not a configuration; the message has the text and what was expected.
-        """
+        """Parse the text form; ValueError if it is none."""
         match = re.fullmatch(r"b(\d+)(\+checkpointing)?(?:\+offload-(optimizer|weights))?(?:\+chunk(\d+))?", text)
         if match is None:
             raise ValueError(
@@ -113,11 +105,7 @@ class NodeProfile:
 
 @dataclass(frozen=True, slots=True)
 class JobProfile:
-    """A job's nodes in order, measured in one configuration.  A pass over all of them is an iteration of the job.
-
-    Attributes:
-        work: work of one iteration, in the job's unit.
-    """
+    """A job's nodes in order, measured in one configuration; a pass over all of them does ``work``, in its unit."""
 
     configuration: Configuration
     nodes: tuple[NodeProfile, ...]
@@ -129,12 +117,10 @@ class JobProfile:
 
     @property
     def duration_ns(self) -> int:
-        """The duration of one iteration."""
         return sum(node.duration_ns for node in self.nodes)
 
     @property
     def memory_bytes(self) -> int:
-        """The peak memory over all nodes."""
         return max(node.memory_bytes for node in self.nodes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,11 +132,7 @@ class JobProfile:
 
     @classmethod
     def from_dict(cls, data: Any) -> JobProfile:
-        """Return the profile from the data of ``to_dict``; the data is checked, since a job may have written it.
-
-        Raises:
-            ValueError: the data is not a profile.
-        """
+        """Return the profile from the data of ``to_dict``, which a job may have written; ValueError if it is none."""
         try:
             configuration, work, entries = Configuration.parse(data["configuration"]), data["work"], data["nodes"]
             if not isinstance(entries, list) or not 1 <= len(entries) <= _MOST_NODES:
@@ -199,7 +181,7 @@ class MeasuredJob:
 
     @classmethod
     def from_dict(cls, data: Any) -> MeasuredJob:
-        """Return the measurements from the data of ``to_dict``; a job or an older version may have written the data.
+        """Return the measurements from the data of ``to_dict``, which a job or an older version may have written.
 
         Raises:
             ValueError: the data is invalid, and the job has to be measured again.
@@ -244,21 +226,15 @@ class BubbleCycle:
 
     @property
     def bubble_ns(self) -> int:
-        """The bubble time of one cycle."""
         return sum(slot.duration_ns for slot in self.slots)
 
 
 def cycle_to_dict(cycle: BubbleCycle) -> dict[str, Any]:
-    """Return the cycle as JSON data."""
     return asdict(cycle)
 
 
 def cycle_from_dict(data: dict[str, Any]) -> BubbleCycle:
-    """Return the cycle from the data of ``cycle_to_dict``.
-
-    Raises:
-        ValueError: the data is not a cycle.
-    """
+    """Return the cycle from the data of ``cycle_to_dict``; ValueError if it is none."""
     try:
         slots = (
             BubbleSlot(BubbleKind(slot["kind"]), int(slot["duration_ns"]), int(slot["free_bytes"]))

@@ -289,10 +289,9 @@ class JobRecord:
         directory: its folder, with the task's own files.
         ended_s: time of this record, in seconds since the epoch; a job that was retried has several records.
         attempt: number of the attempt, as the store counts the job's claims.
-        started_ns: time at which its worker was started.
+        started_ns, ended_ns: times at which its worker was started, and had ended.
         ready_ns: time at which the worker called the task's ``create``, or first waited for a bubble for its command;
             0 for never.
-        ended_ns: time at which the worker had ended.
         peak_bytes: peak of the device memory observed; 0 if it was not observed in time.
         offences: number of violations: something of it ran on after its bubble for longer than the grace period.
         side_throughput: its work per second on a cheaper device (``Prices.side``); None if the user did not state it.

@@ -28,11 +28,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading, following no symbolic link in its own or its folder's name.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a plain file.
-    """
+    """Open a plain file, following no symbolic link in its own or its folder's name; OSError if that fails."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -60,11 +56,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value of a plain JSON file.
-
-    Raises:
-        OSError, ValueError: ``read_text`` or ``parse_json`` fails.
-    """
+    """Return the value of a plain JSON file; OSError or ValueError as ``read_text`` and ``parse_json``."""
     return parse_json(read_text(path, MOST_JSON_BYTES))
 
 
@@ -113,11 +105,7 @@ def plain(text: str) -> str:
 
 
 def _check_size(text: str, most_depth: int, most_values: int) -> None:
-    """Check the nesting and the number of values of a text before anything is built from it.
-
-    Raises:
-        ValueError: either exceeds its limit.
-    """
+    """Raise ValueError for a text that is nested too deep or has too many values, before anything is built."""
     if sum(map(text.count, ",[{")) > most_values:
         raise ValueError(f"the JSON text may have more than {most_values} values; expected fewer")
     depth = 0

@@ -19,7 +19,6 @@ class Work:
         command: a program and its arguments; None for a task.
         args: arguments of the task's ``create``.
         memory_bytes: its device memory limit; None for all that is free.
-        env: variables for its environment.
         search: folders that the task is imported from, in addition to the installed packages.
         array: its index (from 0) and the number of instances of a job with a count; None without a count.
         timeout_s: time limit of one attempt; None for no limit.
@@ -48,8 +47,7 @@ class Work:
     def profile_key(self, device: str) -> str:
         """Return the store's key of its profiles, equal for equal work with the same memory limit and device.
 
-        Args:
-            device: fingerprint of the device, with versions, so that a stale or foreign profile is not found.
+        The device is given by its fingerprint, with versions, so that a stale or foreign profile is not found.
         """
         what = [self.task or self.command, self.args, self.memory_bytes, device]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
@@ -63,7 +61,6 @@ class Work:
         return json.dumps(replace(self, search=(), array=None, side_throughput=None).to_dict(), sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
         return asdict(self)
 
     @classmethod
@@ -82,7 +79,6 @@ class NewJob:
 
     Attributes:
         name: name unique among the unfinished jobs of a store.
-        work: work of the job.
         user: user to whom fair sharing attributes it.
         priority: greater is more urgent.
         deadline_s: time by which it should be done; None for no deadline.

@@ -56,10 +56,8 @@ def _look(
     directory: str,
     first: int,
 ) -> int:
-    """Check the jobs that share an environment, in a process of their own; return its exit code.
-
-    Args:
-        first: number of the first job in ``group``.
+    """Check the jobs that share an environment, from number ``first`` on, in a process of their own; return its exit
+    code.
     """
     user = run_sandbox.user
     sandbox = Sandbox(
@@ -90,11 +88,7 @@ def _look(
 
 
 def _examine(job: dict[str, Any], search: Sequence[str], failed: dict[str, Examined]) -> Examined:
-    """Check one job.
-
-    Args:
-        failed: cache of the tasks that cannot be loaded, which are not tried again.
-    """
+    """Check one job; ``failed`` has the tasks that cannot be loaded, which are not tried again."""
     task = job["task"]
     if task is None:
         return examine_command(job["command"])

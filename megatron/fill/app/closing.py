@@ -36,11 +36,7 @@ _MOST_S = 20.0  # timeout of a request to that store
 
 @contextlib.contextmanager
 def kept(lost: str) -> Iterator[None]:
-    """Log an exception of this block instead of raising it: the training itself is done.
-
-    Args:
-        lost: beginning of the message, which names what is lost.
-    """
+    """Log an exception of this block, in a message that begins with what is ``lost``: the training itself is done."""
     try:
         yield
     except (OSError, FillError) as error:  # a full disk, a damaged record
@@ -94,8 +90,8 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
 def rounds(settings: FillSettings, info: RankInfo) -> int:
     """Return the number of rounds in which the ranks measure their jobs alone; 0 if that was not requested.
 
-    On the CPU, whose cores share caches and memory bandwidth, the ranks of a node follow one another.  GPUs have
-    memory of their own, and all measure at once.
+    On the CPU, whose cores share caches and memory bandwidth, the ranks of a node follow one another.  GPUs measure
+    all at once.
     """
     if not settings.baseline_seconds:
         return 0
@@ -103,13 +99,9 @@ def rounds(settings: FillSettings, info: RankInfo) -> int:
 
 
 def measure_alone(session: Session | None, of: int, seconds: float) -> None:
-    """Measure the jobs without the training, and without jobs of the node's other ranks, in rounds.
+    """Measure the jobs alone, without those of the node's other ranks, in ``of`` rounds of so many seconds.
 
     Every rank reaches every barrier at about the same time, also one whose session failed.
-
-    Args:
-        of: number of rounds, the same on all ranks.
-        seconds: duration of a round.
     """
     import torch.distributed as dist
 
@@ -156,11 +148,7 @@ def _store() -> Iterator[Any]:
 
 
 def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritten: Mapping[int, Unwritten]) -> None:
-    """Make, print and write the report of a training.
-
-    Args:
-        segment: the segment that has ended.
-        unwritten: parts of its records that could not be written, by rank.
+    """Make, print and write the report of a training, whose unwritten records are given by rank.
 
     Raises:
         OSError, FillError: not all could be written, or there is nothing to report.

@@ -14,11 +14,7 @@ _FEW = 0.02  # share of the time in bubbles below which a warning is given
 
 
 def warn_of_few_bubbles(info: RankInfo, args: Namespace) -> None:
-    """Warn if there are few bubbles or none: with equal stages they take (p-1)/(v m + p-1) of the time.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Warn if there are few bubbles or none: with equal stages they take (p-1)/(v m + p-1) of the time."""
     if info.stages == 1:
         logger.warning(
             "there is one pipeline stage and so no bubble: the jobs will not run; "
@@ -39,12 +35,7 @@ def warn_of_few_bubbles(info: RankInfo, args: Namespace) -> None:
 
 
 def warn_of_no_ramp(ramp: Sequence[int | str], batch_size: int) -> None:
-    """Warn if Megatron ignores ``--rampup-batch-size``, as it does since 0.18.
-
-    Args:
-        ramp: the flag's values; the first is the batch size to begin with, in samples.
-        batch_size: the global batch size with which Megatron begins, in samples.
-    """
+    """Warn if Megatron ignores ``--rampup-batch-size``, as it does since 0.18, and begins with ``batch_size``."""
     if int(ramp[0]) != batch_size:
         logger.warning(
             "--rampup-batch-size %s is ignored by this Megatron: the batch size begins with %d, not %s; "

@@ -20,11 +20,7 @@ _FLAG = "--fill-free-waits"
 
 
 def check_free_waits(args: Namespace, *, active: bool, on_cpu: bool, through_host: bool) -> None:
-    """Check that receives of this training can be held up.
-
-    Raises:
-        ConfigError: they cannot; the message says why.
-    """
+    """Raise ConfigError if the receives of this training cannot be held up."""
     if not active:
         raise ConfigError(
             f"{_FLAG} leaves the GPU to jobs; expected --fill-jobs, --fill-store or --fill-report with it"
@@ -49,10 +45,7 @@ def _waits(info: RankInfo, own: ReadyPage | None, paths: Sequence[str | None]) -
 class Freed:
     """The free waits of one rank, from the exchange of pages within its node to the end of the training.
 
-    All ranks create it at the same time (a collective).
-
-    Raises:
-        FillError: some rank cannot set its waits up; raised on all ranks.
+    All ranks create it at the same time (a collective); FillError, on all of them, if some rank cannot.
     """
 
     def __init__(self, info: RankInfo) -> None:

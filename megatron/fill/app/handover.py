@@ -22,11 +22,7 @@ def jobs_outlive_ranks() -> bool:
 
 
 def check_between(settings: FillSettings) -> None:
-    """Refuse ``--fill-between`` where nothing can outlive a rank.
-
-    Raises:
-        ConfigError: srun has started the rank, and ends all that it leaves.
-    """
+    """Raise ConfigError for ``--fill-between`` where srun has started the rank, and ends all that it leaves."""
     if settings.between and not jobs_outlive_ranks():
         raise ConfigError(
             "--fill-between: SLURM ends all processes of a step with its ranks, so no job can go on; "
@@ -37,8 +33,7 @@ def check_between(settings: FillSettings) -> None:
 def take_turn(run_dir: Path) -> DeviceTurn | None:
     """Take this rank's device from jobs that go on in this run folder; called before CUDA is initialised.
 
-    Returns:
-        What the process has to keep until its end; None if no jobs have ever gone on there.
+    The process has to keep the result until its end; it is None if no jobs have ever gone on there.
     """
     rank = int(os.environ.get("RANK") or 0)
     began_s = time.monotonic()

@@ -33,7 +33,6 @@ def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: S
     """Return the fill rule of a rank, from the settings.
 
     Args:
-        stages: number of pipeline stages.
         replicas: number of ranks per stage: an iteration of the training lasts as long as the longest of theirs.
         sharing: mode in which jobs share the rank's GPU; None on the CPU.
     """
@@ -51,14 +50,10 @@ def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: S
 
 
 def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sharing | None = None) -> RankSpec:
-    """Return the spec of a rank's listener.
+    """Return the spec of a rank's listener; ``sharing`` is as for ``fill_rule``.
 
-    All ranks of a stage count as its replicas, those of tensor, context and expert parallelism too: each has a gate of
-    its own, and the others wait for the latest of them.
-
-    Args:
-        record: the file for the rank's record.
-        sharing: mode in which jobs share the rank's GPU; None on the CPU.
+    All ranks of a stage count as its replicas, those of tensor, context and expert parallelism too: each has a gate
+    of its own, and the others wait for the latest of them.
     """
     return RankSpec(
         info,
@@ -105,7 +100,6 @@ class RelayedListening:
     Args:
         gate, board, control: the rank's pages; None to measure only.
         log: the relay's log file.
-        uuid: the GPU's UUID.
         owned_bytes: memory margin that the training reserves in its own allocator.
     """
 

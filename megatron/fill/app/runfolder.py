@@ -49,12 +49,10 @@ def _may_be_database(file: Path) -> bool:
 
 
 def check_secret(settings: FillSettings) -> None:
-    """Refuse a password on the command line.
+    """Raise ConfigError if there is a password on the command line.
 
-    All users see it in ``ps``, and Megatron writes its flags to its output, to TensorBoard and into every checkpoint.
-
-    Raises:
-        ConfigError: there is one.
+    All users see it in ``ps``, and Megatron writes its flags to its output, to TensorBoard and into every
+    checkpoint.
     """
     if settings.store is not None and has_password(settings.store):
         raise ConfigError(
@@ -64,11 +62,9 @@ def check_secret(settings: FillSettings) -> None:
 
 
 def check_store(where: str) -> None:
-    """Refuse a store that this run cannot share, before the training starts; the store itself is not contacted.
+    """Raise ConfigError if several nodes would share an SQLite file, StoreError if it is not the address of a store.
 
-    Raises:
-        ConfigError: several nodes would share an SQLite file.
-        StoreError: it is not the address of a store.
+    The store itself is not contacted.
     """
     nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
     if locate(where).drivername == "sqlite" and nodes > 1:
@@ -78,14 +74,7 @@ def check_store(where: str) -> None:
 
 
 def check_owner(where: str, run_dir: Path | None) -> None:
-    """Refuse a store of another run that a relative ``$PIPEFILL_STORE``, perhaps forgotten, leads to.
-
-    Args:
-        run_dir: this run's folder; None if it was not given.
-
-    Raises:
-        ConfigError: the store belongs to another run.
-    """
+    """Raise ConfigError if a relative ``$PIPEFILL_STORE``, perhaps forgotten, leads to the store of another run."""
     path = where.removeprefix("sqlite:///")
     if "://" in path or Path(path).expanduser().is_absolute():
         return
@@ -111,9 +100,6 @@ def make_run_folder(run_dir: Path, seen: bool = False) -> None:
 
     Args:
         seen: jobs run as another user without a mount namespace, so only file modes protect the other folders.
-
-    Raises:
-        OSError: the folder cannot be made.
     """
     for part in PARTS:
         (run_dir / part).mkdir(parents=True, exist_ok=True)

@@ -41,11 +41,8 @@ class RunLock:
 
     @classmethod
     def take(cls, run_dir: Path, ranks: int, most_s: float = _LEASE_S) -> RunLock:
-        """Lock a run folder as rank 0 of a training; the folder is made if there is none.
-
-        Args:
-            ranks: number of ranks of the training.
-            most_s: longest wait for another training's end, in seconds.
+        """Lock a run folder as rank 0 of a training, after another training's end, but at most ``most_s`` seconds from
+        now.
 
         Raises:
             RunTaken: a rank of another training holds the folder.
@@ -64,15 +61,13 @@ class RunLock:
         """Lock the folder as another rank of the training whose rank 0 has locked it.
 
         Raises:
-            RunTaken: the same rank of another training holds it; so on this node it is not rank 0's folder, but another
-                one of that name.
+            RunTaken: the same rank of another training holds it; so on this node it is another folder of that name.
             OSError: it cannot be opened.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         return cls(_locked(run_dir / RUN_LOCK, rank, 1, _DYING_S))
 
     def release(self) -> None:
-        """Release the lock before this process ends."""
         os.close(self._fd)
 
 
@@ -147,13 +142,9 @@ def _joined(name: str, rank: int) -> tuple[RunLock | None, str]:
 
 
 def _locked(path: Path, start: int, length: int, most_s: float) -> int:
-    """Lock bytes of the file, and return its descriptor; if another process holds them, wait in case it is ending.
+    """Lock ``length`` bytes of the file (0 for all), and return its descriptor.
 
-    Args:
-        length: number of bytes from ``start`` on; 0 for all.
-
-    Raises:
-        RunTaken: the other process still holds them after the wait.
+    If another process holds them, wait in case it is ending; RunTaken if it still holds them then.
     """
     network = network_file_system(path.parent)
     began_s, said = time.monotonic(), False

@@ -25,7 +25,7 @@ class RunSandbox:
         user: user that the jobs run as; None for the training's user.
         namespaces: namespaces that this machine provides (``Sandbox``).
         binds: paths that jobs may use besides their own folders.
-        layers: all layers of the sandbox, each with what it lacks here.
+        layers: all layers, each with what it lacks here.
     """
 
     user: JobUser | None = None
@@ -40,11 +40,7 @@ class RunSandbox:
 
 
 def check_flags(settings: FillSettings) -> None:
-    """Check the flags that name users and paths, before anything is started.
-
-    Raises:
-        ConfigError: a flag names a user or path that does not exist.
-    """
+    """Raise ConfigError if a flag names a user or path that does not exist."""
     if settings.user is not None:
         find_user(settings.user)
     for text in settings.bind:
@@ -62,11 +58,10 @@ def find_sandbox(
     Args:
         mps: the MPS daemon that the ranks use; None without MPS.
         modules: folders from which the jobs' own modules are imported.
-        on_gpu: the jobs will use a GPU; the first rank of each node tries to use one in the sandbox.
+        on_gpu: the first rank of each node tries to use a GPU in the sandbox.
 
     Raises:
-        ConfigError: a flag is wrong (``check_flags``); or, with ``strict``, a layer is missing or no job can
-            use a GPU.
+        ConfigError: a flag is wrong; or, with ``strict``, a layer is missing or no job can use a GPU.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
     user, support = find_support(settings.user, mps is not None, settings.network, [Path(settings.report or "runs")])

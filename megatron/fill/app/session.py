@@ -45,7 +45,6 @@ class Session:
         store: the URL of the job store that this run serves.
         jobs: jobs that this rank's agent submits to it.
         mps: the MPS daemon that this rank uses; None without MPS.
-        sandbox: the sandbox of the jobs.
         owns_margin: on a GPU, this process keeps the memory margin in its own allocator.
     """
 
@@ -118,7 +117,6 @@ class Session:
         self._seen = self.listening.finish()
 
     def measure_alone(self, seconds: float) -> None:
-        """Run the jobs for ``seconds`` after the training, without it."""
         gate = self.gate if self.control is not None and self.control.running else None
         if gate is not None and not gate.ended:
             gate.open_alone(time.monotonic_ns() + int(seconds * 1e9))

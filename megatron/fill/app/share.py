@@ -17,10 +17,7 @@ from megatron.fill.errors import ConfigError
 
 
 def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
-    """Choose the mode; with MPS, start or find the daemon, and make this process its client.
-
-    Returns:
-        The daemon; None for time-slicing, and on the CPU.
+    """Choose the mode; with MPS, start or find the daemon, make this process its client, and return it.
 
     Raises:
         ConfigError: the requested mode is not available.
@@ -45,9 +42,9 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
 
 
 def why_no_client(daemon: MpsDaemon) -> str:
-    """Return the reason why this rank is not a client of the daemon that its workers use; empty if it is one.
+    """Return why this rank is not a client of the daemon that its workers use; empty if it is one.
 
-    A rank that is not a client shares the GPU with the MPS server by time slices, and workers get far more than their
+    A rank that is not a client shares the GPU with the MPS server by time slices: workers get far more than their
     share.
     """
     import torch

@@ -29,8 +29,7 @@ _SCHEDULE = CycleKey("waiting", 1)
 def wait_in_bubbles(listener: Listener, bubble_s: float, period_s: float, over: Callable[[float], bool]) -> None:
     """Report iterations with one bubble at the end of each, until ``over`` returns True.
 
-    Args:
-        over: sleeps for the given seconds or until the end; returns True at the end.
+    ``over`` sleeps for the given seconds or until the end, and returns True at the end.
     """
     number, ended = 0, False
     while not ended:

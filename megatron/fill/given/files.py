@@ -64,11 +64,7 @@ def _first_byte(fd: int) -> bytes:
 
 
 def read_yaml(path: str | Path, expected: str) -> PlainYaml:
-    """Return the values of a YAML file with their lines.
-
-    Raises:
-        ConfigError: ``read_text`` or ``parse_yaml`` fails; the message names the line.
-    """
+    """Return the values of a YAML file with their lines; ConfigError, with the line, if it is wrong."""
     text = read_text(path, expected, _MOST_YAML_BYTES)
     try:
         return parse_yaml(text)
@@ -78,11 +74,7 @@ def read_yaml(path: str | Path, expected: str) -> PlainYaml:
 
 
 def read_json(path: str | Path, expected: str) -> Any:
-    """Return the value of a JSON file.
-
-    Raises:
-        ConfigError: ``read_text`` or ``untrusted.parse_json`` fails.
-    """
+    """Return the value of a JSON file; ConfigError if it cannot be read, or is no JSON (``untrusted.parse_json``)."""
     text = read_text(path, expected)
     try:
         return untrusted.parse_json(text, _MOST_JSON_DEPTH, _MOST_JSON_VALUES)

@@ -170,11 +170,10 @@ class JobSpec(BaseModel):
         return self.model_dump_json(exclude=queueing)
 
     def to_submit(self, search: Sequence[str], user: str) -> NewJob:
-        """Return the job for ``JobStore.submit``.
+        """Return the job for ``JobStore.submit``, of the submitting ``user`` unless the file names another.
 
         Args:
             search: absolute folders from which the task is imported, in addition to the installed packages.
-            user: submitting user, to whom the job belongs unless the file names another.
         """
         work = Work(
             task=self.task,

@@ -37,11 +37,7 @@ _WORD = 1 << 64
 
 
 class PlainYamlError(ValueError):
-    """A text is not YAML as it is accepted here.
-
-    Attributes:
-        line: line of the error, from 1; None if it is unknown.
-    """
+    """A text is not YAML as it is accepted here, in a line from 1; None if that is unknown."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -73,9 +69,6 @@ class PlainYaml:
 
 def parse_yaml(text: str, reader: Any = READER) -> PlainYaml:
     """Return the value of a text with one document; None as the value of an empty text.
-
-    Args:
-        reader: a PyYAML loader, used as the parser.
 
     Raises:
         PlainYamlError: the text is not YAML; has repeated keys, tags, infinite numbers or ones of more than 64 bits;
@@ -115,11 +108,7 @@ class _Reader:
         return value
 
     def _value(self, event: Any, depth: int) -> tuple[Any, int]:
-        """Return the value that begins with an event, and its number of levels.
-
-        Args:
-            depth: depth of the list or mapping around it.
-        """
+        """Return the value that begins with an event, in a list or mapping of this depth, and its number of levels."""
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
                 raise PlainYamlError(f"*{event.anchor} refers to nothing above it, or to itself", _line(event))
@@ -197,11 +186,7 @@ class _Reader:
 
 @lru_cache(maxsize=4096)
 def _plain(text: str) -> Any:
-    """Return the value of an unquoted scalar.
-
-    Raises:
-        ValueError: the number is infinite or has more than 64 bits.
-    """
+    """Return the value of an unquoted scalar; ValueError if it is infinite or has more than 64 bits."""
     for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers.get(text[:1], ()):
         if tag in _SCALARS and pattern.match(text):
             break

@@ -49,10 +49,9 @@ def explain(
     suffix: str = "",
     most: int = MOST_TOLD,
 ) -> str:
-    """Return a line for each of the first ``most`` errors that pydantic found.
+    """Return a line for each of the first ``most`` errors that pydantic found in a ``model``.
 
     Args:
-        model: the model that was validated.
         where: maps the place of an error to the beginning of its line and the rest of the place, which follows it.
         suffix: end of each line.
     """

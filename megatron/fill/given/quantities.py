@@ -19,11 +19,7 @@ _DEAR = 1e9  # largest price of an hour
 
 
 def parse_bytes(value: object) -> int:
-    """Parse a size in bytes: ``2GiB``, ``512 MB`` or a plain number of bytes.
-
-    Raises:
-        ValueError: the value is not a size, is below 1, or is above 1 EiB.
-    """
+    """Parse a size: ``2GiB``, ``512 MB`` or a plain number of bytes; ValueError unless from 1 to 1 EiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     if match is not None and unit is not None and not isinstance(value, bool):
@@ -34,11 +30,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration in seconds: ``90s``, ``30m``, ``2h``, ``1d`` or a plain number of seconds.
-
-    Raises:
-        ValueError: the text is not a duration, or is negative, infinite or NaN.
-    """
+    """Parse a duration in seconds: ``90s``, ``30m``, ``2h``, ``1d`` or a plain number; ValueError if it is none."""
     seconds = _span_s(text)
     try:
         seconds = float(text) if seconds is None else seconds
@@ -50,11 +42,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_timeout(value: object) -> float:
-    """Parse a duration above 0, in seconds.
-
-    Raises:
-        ValueError: the value is not a duration, is 0, or is beyond all reason.
-    """
+    """Parse a duration in seconds; ValueError if it is none, is 0, or is beyond all reason."""
     seconds = 0.0 if isinstance(value, bool) else parse_duration(str(value))
     if not 0 < seconds < _FAR_S:
         raise ValueError(f"{DURATION}, and more than 0")
@@ -82,11 +70,7 @@ def parse_deadline(value: object) -> float:
 
 
 def parse_prices(text: str) -> Prices:
-    """Parse prices of an hour: ``main=3.96,side=0.18``, in any order.
-
-    Raises:
-        ValueError: the text is not such a pair, or a price is not above 0, or is beyond all reason.
-    """
+    """Parse prices of an hour, ``main=3.96,side=0.18``, in any order; ValueError as ``checked_prices``."""
     given = [part.partition("=") for part in text.split(",")]
     try:
         prices = {name.strip(): float(price) for name, _, price in given}
@@ -99,11 +83,7 @@ def parse_prices(text: str) -> Prices:
 
 
 def checked_prices(prices: Prices, example: str) -> Prices:
-    """Return the prices.
-
-    Raises:
-        ValueError: a price is not above 0, or is beyond all reason; the message has the example.
-    """
+    """Return the prices; ValueError, with the example, if one is not above 0 or is beyond all reason."""
     if not all(0 < price <= _DEAR for price in (prices.main, prices.side)):
         raise ValueError(f"expected what an hour costs, each above 0, such as {example}")
     return prices

@@ -151,8 +151,7 @@ def load_settings(given: Sequence[str], others: Sequence[str]) -> dict[str, Any]
         others: settings that are flags of their own, to say so in an error.
 
     Raises:
-        ConfigError: a file cannot be read, or a setting does not exist or has a wrong value; the message names the
-            place, the value and what was expected.
+        ConfigError: a file cannot be read, or a setting does not exist or has a wrong value.
     """
     values: dict[str, Any] = {}
     for text in given:

@@ -33,8 +33,6 @@ def bubble_cycle(
     """The bubble cycle of a rank for the planner, in the order in which real runs record bubbles.
 
     Args:
-        timeline: timeline of an iteration.
-        rank: rank in the pipeline.
         free_bytes: device memory that the training leaves free, in all bubbles or in each.
         join_fill_drain: True to join the drain and the next iteration's fill into one bubble, as PipeFill does (section
             2).  It comes last, as *drain*, with the sum of their lengths and the smaller memory.  Without an optimizer
@@ -91,7 +89,6 @@ def peak_pass_bytes(schedule: Schedule, kept_bytes: Sequence[float], peak_bytes:
     """The peak memory of the passes in bytes, per rank, if a backward pass needs more than its forward pass has kept.
 
     Args:
-        schedule: schedule of the iteration.
         kept_bytes: memory that one microbatch keeps from its forward pass on, per virtual stage.
         peak_bytes: peak of a microbatch in its backward pass, ``kept_bytes`` included, per virtual stage.
 

@@ -11,7 +11,6 @@ class StageCost:
     """The durations of one microbatch's passes on a virtual stage.
 
     Attributes:
-        forward_ns: forward pass.
         backward_ns: backward pass, both parts.
         weight_ns: part of ``backward_ns`` for the weights' gradients, needed by schedules that split the pass.
     """
@@ -79,9 +78,7 @@ class PipelineCosts:
         return cls((stage,) * (ranks * chunks), p2p_ns, (reduce_ns,) * ranks, (optimizer_ns,) * ranks)
 
     def slowed(self, rank: int, factor: float, held: Sequence[int] | None = None) -> PipelineCosts:
-        """Costs with a straggler: all computation of the rank takes ``factor`` times as long, rounded to ns.
-
-        Its reduction is communication and is not changed.
+        """Costs with a straggler: all computation of the rank takes ``factor`` times as long, but its reduction.
 
         Args:
             held: virtual stages of the rank; None for Megatron's placement.

@@ -31,12 +31,9 @@ class GhostWaits:
 
 
 def ghost_waits(schedule: Schedule, costs: PipelineCosts, rank: int) -> GhostWaits:
-    """Compute the timeline of the whole pipeline, and the waits of one rank in it.
+    """Compute the timeline of the whole pipeline, and the waits of one rank in it; ValueError if these do not fit.
 
     Transfers are as in ``rendezvous``: a sender waits for its receiver too, as with gloo and NCCL's large messages.
-
-    Raises:
-        ValueError: there is no such rank, or the costs do not fit the schedule.
     """
     if not 0 <= rank < schedule.stages:
         raise ValueError(f"rank is {rank}; expected 0 to {schedule.stages - 1}")

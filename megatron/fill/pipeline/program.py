@@ -23,12 +23,9 @@ Key = tuple[int, Op]  # a transfer, named by rank and pass of its consumer
 
 @dataclass(slots=True)
 class Step:
-    """A step of a rank.
+    """A step of a rank: it waits for the transfers, in a bubble of this kind, and then runs the pass.
 
-    Attributes:
-        transfers: transfers to wait for.
-        op: pass that runs then; None for nothing, and for the optimizer in a rank's first step.
-        kind: kind of the bubble if the step waits.
+    There is no pass in a mere wait, nor, for the optimizer, in a rank's first step.
     """
 
     transfers: list[Key]
@@ -41,11 +38,8 @@ class Program:
     """The steps of a rank, built in order.
 
     Attributes:
-        rank: rank in the pipeline.
         passes: number of passes that the rank runs.
-        steps: steps so far.
-        sent: step at whose end each transfer out of the rank is posted.
-        received: step at whose end each transfer into the rank is posted.
+        sent, received: step at whose end each transfer out of, or into, the rank is posted.
     """
 
     rank: int
@@ -129,8 +123,7 @@ def rendezvous(schedule: Schedule) -> list[Program]:
     """The program of each rank with rendezvous transfers, with calls in the order of Megatron's schedule functions.
 
     Raises:
-        ValueError: an interleaved schedule is not in Megatron's order, which the calls rely on; the message shows the
-            schedule.
+        ValueError: an interleaved schedule is not in Megatron's order, which the calls rely on.
     """
     transfers = Transfers(schedule)
     write: Callable[[Schedule, Transfers, Program], None]

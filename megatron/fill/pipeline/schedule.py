@@ -35,11 +35,7 @@ class Op:
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """Parse the text form.
-
-        Raises:
-            ValueError: ``text`` is not a pass.
-        """
+        """Parse the text form; ValueError if it is no pass."""
         match = re.fullmatch(r"([FBIW])(\d+)(?:\.(\d+))?", text)
         if match is None:
             raise ValueError(f"{text!r} is not a pass; expected such as F3, B0 or I2.1")
@@ -51,13 +47,7 @@ _LINE = re.compile(r"(\d+):((?: \S+)*)")
 
 
 class ScheduleError(ValueError):
-    """An order of passes that is not a schedule.
-
-    Attributes:
-        problem: the problem without the schedule's text.
-        rank: rank with the problem; None if it is not one rank's.
-        at: position of the pass in the rank's order; None if it is not one pass's.
-    """
+    """An order of passes that is not a schedule; rank and position of the pass with the problem, if it is one's."""
 
     def __init__(self, problem: str, rank: int | None = None, at: int | None = None) -> None:
         super().__init__(problem)
@@ -68,7 +58,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The passes of an iteration, rank by rank.
+    """The passes of an iteration, rank by rank; ScheduleError, which shows it, if it is not valid.
 
     The text form has a line per rank:
 
@@ -77,17 +67,11 @@ class Schedule:
         1: F0 B0 F1 B1
 
     Attributes:
-        name: name of the schedule.
-        stages: number of ranks.
-        microbatches: number of microbatches.
         chunks: number of virtual stages per rank.
         order: passes of each rank, in order.
         placement: rank of each virtual stage, along the model; empty for Megatron's, ``0 1 2 0 1 2``.
         together: rank and position of each pass that forms one action with the next (torch's ``OVERLAP_F_B``).  Such
             passes run one after the other here, as they do in torch without a function for both.
-
-    Raises:
-        ScheduleError: the schedule is not valid; the message shows it.
     """
 
     name: str
@@ -210,11 +194,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Parse the text form.
-
-        Raises:
-            ValueError: a line is wrong, which the message has, or the schedule is not valid.
-        """
+        """Parse the text form; ValueError, with the line, if it is wrong, or if the schedule is not valid."""
         head, *lines = text.strip().splitlines() or [""]
         match = _HEAD.fullmatch(head.strip())
         if match is None:
@@ -239,8 +219,7 @@ def execution_order(needs: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[in
             after rank.
 
     Returns:
-        Numbers of the steps in order, and the places at which ranks are stuck, as rank and position in its row; empty
-        if all steps can run.
+        Numbers of the steps in order, and the places at which ranks are stuck, as rank and position in its row.
     """
     firsts = [0]
     for row in needs:

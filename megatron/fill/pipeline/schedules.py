@@ -15,9 +15,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     The backwards begin with microbatch 0, as in PipeFill's patch of Megatron, and not with the last microbatch as in
     the paper: the bubbles are the same, and gradients are summed in 1F1B's order.
-
-    Raises:
-        ValueError: there is not at least one stage and one microbatch.
     """
     _check_counts(stages, microbatches)
     row = [Op(kind, microbatch) for kind in (F, B) for microbatch in range(microbatches)]
@@ -25,11 +22,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """1F1B, without a flush inside the iteration (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
-
-    Raises:
-        ValueError: there is not at least one stage and one microbatch.
-    """
+    """1F1B, without a flush inside the iteration (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1)."""
     _check_counts(stages, microbatches)
     forwards = [Op(F, microbatch) for microbatch in range(microbatches)]
     backwards = [Op(B, microbatch) for microbatch in range(microbatches)]
@@ -41,8 +34,6 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), in Megatron's order.
 
     Args:
-        stages: number of ranks.
-        microbatches: number of microbatches.
         chunks: number of chunks of the model per rank.
         group_size: number of microbatches that a rank runs on a chunk before it takes the next: Megatron's
             ``--microbatch-group-size-per-virtual-pipeline-stage``; None for ``stages``.
@@ -86,11 +77,7 @@ def interleaved_warmup(stages: int, microbatches: int, chunks: int, group_size: 
 
 
 def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Breadth-first looped pipeline (Lamy-Poirier 2022, arXiv 2211.05953): all microbatches on a chunk, then the next.
-
-    Raises:
-        ValueError: there is not at least one stage, microbatch and chunk.
-    """
+    """Breadth-first looped pipeline (Lamy-Poirier 2022, arXiv 2211.05953): all microbatches of a chunk in a row."""
     _check_counts(stages, microbatches)
     forwards = [Op(F, microbatch, chunk) for chunk in range(chunks) for microbatch in range(microbatches)]
     row = forwards + [Op(B, op.microbatch, op.chunk) for op in reversed(forwards)]
@@ -102,9 +89,6 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
     A rank delays its weight passes by as many microbatches as there are ranks before it.  So each rank holds at most
     ``stages`` microbatches, 1F1B's peak, and has weight passes left for the time in which others drain.
-
-    Raises:
-        ValueError: there is not at least one stage and one microbatch.
     """
     _check_counts(stages, microbatches)
     rows = []
@@ -127,9 +111,6 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     """ZB-V (Qi et al. 2024, arXiv 2405.15362, V-ZB): two chunks in the shape of a V, weight passes right behind.
 
     The schedule is that of at least ``2 * stages - 1`` microbatches, without those that there are not.
-
-    Raises:
-        ValueError: there is not at least one stage and one microbatch.
     """
     _check_counts(stages, microbatches)
     count = max(2 * stages - 1, microbatches)
@@ -205,11 +186,7 @@ def usual_chunks(name: str) -> int:
 def make_schedule(
     name: str, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """Build a schedule by its name, one of ``NAMES``.
-
-    Raises:
-        ValueError: the name is unknown, or the schedule does not accept an argument.
-    """
+    """Build a schedule by its name, one of ``NAMES``; ValueError if it does not accept an argument."""
     if name == "interleaved":
         return interleaved(stages, microbatches, chunks, group_size)
     if name not in NAMES:

@@ -33,10 +33,9 @@ class Wait(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A transfer of a rank; times from the iteration's start.
+    """A transfer of a rank, of the tensor that pass ``op`` consumes; times from the iteration's start.
 
     Attributes:
-        op: pass that consumes the transferred tensor.
         sends: True if the rank sends it, False if it receives it.
         posted_ns: time at which the rank has posted it.
         over_ns: time at which it is over.
@@ -55,7 +54,6 @@ class Timeline:
     A rank's optimizer, passes, reduction and waits add up to the period.
 
     Attributes:
-        schedule: schedule of the iteration.
         costs: costs given; durations that replaced them are in ``spans``.
         period_ns: duration of the iteration.
         spans: passes of each rank in order.
@@ -73,12 +71,11 @@ class Compiled:
     """A schedule prepared for computing many timelines.
 
     Args:
-        schedule: schedule of an iteration.
         rendezvous: True if a transfer starts when both ends have posted it, and both wait for it; False if only its
             receiver waits.
 
     Raises:
-        ValueError: with ``rendezvous``, ranks would wait for each other forever; the message shows the schedule.
+        ValueError: with ``rendezvous``, ranks would wait for each other forever.
     """
 
     def __init__(self, schedule: Schedule, rendezvous: bool = False) -> None:
@@ -124,11 +121,7 @@ class Compiled:
         )
 
     def durations(self, costs: PipelineCosts) -> list[list[int]]:
-        """The duration of each pass, per rank in the schedule's order, in the form that ``run`` accepts.
-
-        Raises:
-            ValueError: the costs are for another number of ranks or chunks.
-        """
+        """The duration of each pass, per rank in the schedule's order; ValueError if the costs do not fit."""
         self._check(costs)
         table: list[dict[Pass, int]] = [
             {
@@ -152,9 +145,7 @@ class Compiled:
         """Compute the timeline of an iteration.
 
         Args:
-            costs: costs of the passes and collectives.
-            durations: duration of each pass, per rank in the schedule's order; None for the costs of the virtual
-                stages.
+            durations: duration of each pass, per rank in the schedule's order; None for those of the costs.
             transfers: duration of the transfer that each wait waits for, once both ends are ready, per rank without the
                 last wait, which is for the collective; None for ``p2p_ns``.
             empty: True to list waits of length 0 too, so that a wait's position is the same in every iteration.
@@ -256,15 +247,5 @@ def simulate(
     rendezvous: bool = False,
     durations: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
-    """Compute the timeline of an iteration; for many iterations, ``Compiled`` is faster.
-
-    Args:
-        schedule: schedule of the iteration.
-        costs: costs of the passes and collectives.
-        rendezvous: as for ``Compiled``.
-        durations: as for ``Compiled.run``.
-
-    Raises:
-        ValueError: costs or durations do not fit the schedule, or ranks would wait for each other forever.
-    """
+    """Compute the timeline of an iteration, as ``Compiled`` does, which is faster for many iterations."""
     return Compiled(schedule, rendezvous).run(costs, durations)

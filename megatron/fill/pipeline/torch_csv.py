@@ -28,11 +28,7 @@ _EXPECTED = "expected such as 0F1, 1B0, 0I3, 0W3 or (0F0;1B0)OVERLAP_F_B"
 
 
 def load_csv(path: Path) -> Schedule:
-    """Read a schedule, and check it.
-
-    Raises:
-        ConfigError: the file is not a schedule; the message names the file, line, cell, and what was expected.
-    """
+    """Read a schedule; ConfigError, with line, cell, and what was expected, if it is none."""
     expected = "a CSV file with a line per rank"
     try:
         lines = list(csv.reader(StringIO(read_text(path, expected, _MOST_BYTES), newline="")))
