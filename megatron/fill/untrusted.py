@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -90,7 +89,7 @@ def to_json(value: Any) -> str:
     """
     try:
         text = json.dumps(value)
-        plain = json.loads(text, parse_constant=lambda _: None, parse_float=_or_none(_float), parse_int=_or_float)
+        plain = json.loads(text, parse_constant=lambda _: None, parse_float=_finite, parse_int=_rounded)
         text = json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH}") from None
@@ -140,15 +139,10 @@ def _int(digits: str) -> int:
     return int(digits)
 
 
-def _or_none(read: Callable[[str], float]) -> Callable[[str], float | None]:
-    def maybe(digits: str) -> float | None:
-        try:
-            return read(digits)
-        except ValueError:
-            return None
-
-    return maybe
+def _finite(digits: str) -> float | None:
+    value = float(digits)
+    return value if isfinite(value) else None
 
 
-def _or_float(digits: str) -> int | float | None:
-    return int(digits) if len(digits.lstrip("-")) <= _MOST_DIGITS else _or_none(_float)(digits)
+def _rounded(digits: str) -> int | float | None:
+    return int(digits) if len(digits.lstrip("-")) <= _MOST_DIGITS else _finite(digits)

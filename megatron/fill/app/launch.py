@@ -69,7 +69,6 @@ class Launch:
         self._taken: tuple[int, Any] | None = None  # the rank by --fill-rank-order, and the store that it serves
         self._run_dir: Path | None = None
         self._lock: RunLock | None = None
-        self._records: Path | None = None  # this segment's folder
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
         self._new_jobs: list[NewJob] = []  # on rank 0: the jobs that no earlier run in this folder has submitted
@@ -96,58 +95,46 @@ class Launch:
             self._taken = take_rank(load_rank_order(settings.rank_order, world_size()))
             args.rank = self._taken[0]
         check_between(settings)
-        if settings.report is not None:
+        run_dir = None if settings.report is None else Path(settings.report)
+        if run_dir is not None:
             try:
-                Path(settings.report).mkdir(parents=True, exist_ok=True)
+                run_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
-                    f"--fill-report {settings.report}: {error.strerror}; expected a folder that can be written"
+                    f"--fill-report {run_dir}: {error.strerror}; expected a folder that can be written"
                 ) from error
-            self._turn = self._turn or take_turn(Path(settings.report))
+            self._turn = self._turn or take_turn(run_dir)
         parse_policy(settings.policy)
         if settings.active and (reason := unordered()):
             raise ConfigError(f"bubbles cannot be filled or measured here: {reason}")
+        on_cpu = pipefill_patches.PATCHES["cpu_backend"].applied
+        search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
         if settings.serves:
             own_version()  # agents need it; raised here, its error reaches the user
-            run_dir = None if settings.report is None else Path(settings.report)
             where = store_of(settings, run_dir or Path("runs"))
             check_store(where)
             check_secret(settings)
             if settings.store is None and os.environ.get(STORE):
                 check_owner(where, run_dir)
             check_flags(settings)
-            self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
-        search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
-        if settings.serves:
-            self.sandbox = find_sandbox(
-                settings, self.mps, search, on_gpu=not pipefill_patches.PATCHES["cpu_backend"].applied
-            )
-        if args.fill_jobs is not None:
-            self._jobs = [job.to_submit(search, submitter()) for job in settings.jobs]
+            self.mps = share(settings, on_cpu)
+            self.sandbox = find_sandbox(settings, self.mps, search, on_gpu=not on_cpu)
+        self._jobs = [job.to_submit(search, submitter()) for job in settings.jobs]
         if settings.pipeline_schedule == "gpipe":
             if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
                 raise ConfigError("--fill-pipeline-schedule gpipe does not interleave; expected no virtual stages")
             pipefill_patches.apply(("gpipe",))
         if settings.free_waits:
-            patches = pipefill_patches.PATCHES
-            check_free_waits(
-                args,
-                active=settings.active,
-                on_cpu=patches["cpu_backend"].applied,
-                through_host=patches["host_p2p"].applied,
-            )
+            through_host = pipefill_patches.PATCHES["host_p2p"].applied
+            check_free_waits(args, active=settings.active, on_cpu=on_cpu, through_host=through_host)
         if settings.offload_optimizer:
-            self._check_offload(args)
+            if not (args.bf16 or args.fp16 or on_cpu):
+                raise ConfigError(
+                    "--fill-offload-optimizer moves the optimizer's own copy of the weights too, and in fp32 it has "
+                    "none; expected --bf16 or --fp16"
+                )
             pipefill_patches.apply(("offload",))
             attached.offload_pays = self.offload_pays
-
-    def _check_offload(self, args: Namespace) -> None:
-        on_cpu = pipefill_patches.PATCHES["cpu_backend"].applied
-        if not (args.bf16 or args.fp16 or on_cpu):
-            raise ConfigError(
-                "--fill-offload-optimizer moves the optimizer's own copy of the weights too, and in fp32 it has none; "
-                "expected --bf16 or --fp16"
-            )
 
     def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
         free_bytes = self.session.listening.free_bytes() if self.session is not None else 0
@@ -175,7 +162,7 @@ class Launch:
         segment = self._prepare_run(settings, info, run_dir)
         if segment is None:
             return
-        self._run_dir, self._records = run_dir, segment
+        self._run_dir = run_dir
         if settings.free_waits:
             try:
                 self._freed = Freed(info)  # all ranks together
@@ -188,13 +175,12 @@ class Launch:
             return
         if info.rank == 0 and settings.serves:
             warn_of_few_bubbles(info, args)
-        store = store_of(settings, self._run_dir)
         self.session = Session(
             settings,
             info,
-            self._run_dir,
+            run_dir,
             segment,
-            store,
+            store_of(settings, run_dir),
             self._new_jobs,
             self.mps,
             self.sandbox,
@@ -218,9 +204,8 @@ class Launch:
                 print(f"PipeFill: {_counted(len(self._jobs), len(self._new_jobs))}, run folder {run_dir}", flush=True)
                 if settings.serves:
                     print(served(settings, run_dir), flush=True)
-                if settings.serves and not settings.jobs:
-                    print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
-                if settings.serves:
+                    if not settings.jobs:
+                        print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
                     name = shlex.quote(str(run_dir))
                     print_next(None, f"top {name}", f"pause {name}")
             except Exception as error:  # whatever it is, the other ranks wait below
@@ -282,17 +267,18 @@ class Launch:
 
     def abort(self) -> None:
         """End PipeFill's part after the training has failed, and print the state of its jobs."""
-        if self._records is not None:  # the launcher ends all ranks when one has failed; this must finish before
+        if self._run_dir is not None:  # the launcher ends all ranks when one has failed; this must finish before
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._freed is not None:
             self._freed.end()
         if self.session is not None:
             self.session.abort()
-            if self._records is not None and self._run_dir is not None and self.session.settings.serves:
+            settings, run_dir = self.session.settings, self.session.run_dir
+            if settings.serves:
                 with kept("it is not known where its jobs are"):
-                    store = store_of(self.session.settings, self._run_dir)
-                    names, alone = [job.name for job in self._jobs], go_on(self.session.settings, self._run_dir)
-                    tell_of_jobs(store, self._run_dir, self._records, self.session.info.rank, names, alone)
+                    names, alone = [job.name for job in self._jobs], go_on(settings, run_dir)
+                    store, rank = store_of(settings, run_dir), self.session.info.rank
+                    tell_of_jobs(store, run_dir, self.session.segment, rank, names, alone)
         self._end(SegmentEnding.FAILED)
 
     def release(self) -> None:

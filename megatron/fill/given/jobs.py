@@ -1,25 +1,4 @@
-"""Jobs files, checked before anything starts; errors name the line.
-
-A jobs file:
-
-
-    version: 1             # of this format; may be left out
-    jobs:
-      - name: digits
-        task: tasks.digits:DigitsTraining       # module:Class, or instead of it:
-        # command: gzip -k --best corpus.txt                 # any command line (a string or a list)
-        args: {batch_size: 64}
-        memory: 2GiB
-        env: {MODE: fast}  # for its environment, of which it gets little else
-        priority: 0        # higher first
-        user: ada          # user that it counts for in fair sharing (default: the one who submits it)
-        deadline: 2h       # from now, or a point in time such as 2030-01-31T18:00
-        timeout: 1d        # the longest that one attempt may run before it counts as failed (default: no limit)
-        retries: 2         # how often it is tried again once it has failed
-        after: [fetch]     # jobs that must have succeeded before
-        count: 1           # how many instances
-        side_throughput: 40  # its work per second on a cheaper device, for what filling saves (pipefill report --price)
-"""
+"""Jobs files, checked before anything starts; errors name the line (docs/jobs.md has the format)."""
 
 from __future__ import annotations
 

@@ -86,10 +86,7 @@ class AlwaysRunning:
 class ControlReader:
     """A worker's view of the control page; ControlError if the descriptor is not a control page of this version."""
 
-    def __init__(self, fd: int) -> None:
-        self._attach(fd, writable=False)
-
-    def _attach(self, fd: int, writable: bool) -> None:
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
         try:
             page, self._address = memfd.map_page(fd, _PAGE_BYTES, writable=writable)
         except OSError as error:
@@ -128,8 +125,8 @@ class ControlPage(ControlReader):
     """The control page, writable: for the rank that created it, its agent and the operator's command."""
 
     def __init__(self, fd: int) -> None:
+        super().__init__(fd, writable=True)
         self.fd = fd
-        self._attach(fd, writable=True)
         self._wake = futex.Waker(self._address, futex.ALL)  # waking all takes long, but the rank never does it
 
     @classmethod

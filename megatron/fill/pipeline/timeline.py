@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.fill.pipeline.costs import PipelineCosts
-from megatron.fill.pipeline.program import eager, rendezvous
+from megatron.fill.pipeline.program import eager as eager_programs
+from megatron.fill.pipeline.program import rendezvous as rendezvous_programs
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule, execution_order
 from megatron.fill.types import BubbleKind
 
@@ -81,10 +82,7 @@ class Compiled:
     def __init__(self, schedule: Schedule, rendezvous: bool = False) -> None:
         self.schedule = schedule
         self.rendezvous = rendezvous
-        self._compile()
-
-    def _compile(self) -> None:
-        programs = (rendezvous if self.rendezvous else eager)(self.schedule)
+        programs = rendezvous_programs(schedule) if rendezvous else eager_programs(schedule)
         firsts = [0]
         for program in programs:
             firsts.append(firsts[-1] + len(program.steps))

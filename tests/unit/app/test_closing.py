@@ -115,7 +115,7 @@ def test_a_failed_training_ends_its_part_whatever_handler_the_script_has_chained
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))  # as core 0.20's pretrain has one
     try:
         run = Launch()
-        run._records = tmp_path
+        run._run_dir = tmp_path
         run.abort()
         os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, after another rank has failed
         assert not received
