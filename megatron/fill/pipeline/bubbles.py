@@ -27,34 +27,15 @@ def bubble_share(timeline: Timeline) -> float:
     return sum(wait.duration_ns for row in timeline.waits for wait in row) / total_ns if total_ns else 0.0
 
 
-def bubble_cycle(
-    timeline: Timeline, rank: int, free_bytes: int | Sequence[int], join_fill_drain: bool = False
-) -> BubbleCycle:
+def bubble_cycle(timeline: Timeline, rank: int, free_bytes: int) -> BubbleCycle:
     """The bubble cycle of a rank for the planner, in the order in which real runs record bubbles.
 
-    Args:
-        free_bytes: device memory that the training leaves free, in all bubbles or in each.
-        join_fill_drain: True to join the drain and the next iteration's fill into one bubble, as PipeFill does (section
-            2).  It comes last, as *drain*, with the sum of their lengths and the smaller memory.  Without an optimizer
-            in between this is exact.  With one, work that is longer than either part runs into the optimizer's time,
-            which is not part of the bubble.
-
     Raises:
-        ValueError: there is no such rank, or there are not as many ``free_bytes`` as bubbles.
+        ValueError: there is no such rank.
     """
     if not 0 <= rank < len(timeline.waits):
         raise ValueError(f"rank is {rank}; expected 0 to {len(timeline.waits) - 1}")
-    waits = timeline.waits[rank]
-    free = [free_bytes] * len(waits) if isinstance(free_bytes, int) else list(free_bytes)
-    if len(free) != len(waits):
-        raise ValueError(f"{len(free)} free_bytes; expected one for each of the {len(waits)} bubbles of rank {rank}")
-    slots = [BubbleSlot(wait.kind, wait.duration_ns, bytes_) for wait, bytes_ in zip(waits, free, strict=True)]
-    if join_fill_drain:
-        ends = [slot for slot in slots if slot.kind in (BubbleKind.DRAIN, BubbleKind.FILL)]
-        if ends:
-            slots = [slot for slot in slots if slot.kind not in (BubbleKind.DRAIN, BubbleKind.FILL)]
-            duration_ns = sum(slot.duration_ns for slot in ends)
-            slots.append(BubbleSlot(BubbleKind.DRAIN, duration_ns, min(slot.free_bytes for slot in ends)))
+    slots = (BubbleSlot(wait.kind, wait.duration_ns, free_bytes) for wait in timeline.waits[rank])
     return BubbleCycle(timeline.period_ns, tuple(slots))
 
 

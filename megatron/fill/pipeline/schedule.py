@@ -6,7 +6,6 @@ A model is cut into ``chunks * stages`` *virtual stages*; rank ``r`` holds the v
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,18 +31,6 @@ class Op:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
-
-    @classmethod
-    def parse(cls, text: str) -> Op:
-        """Parse the text form; ValueError if it is no pass."""
-        match = re.fullmatch(r"([FBIW])(\d+)(?:\.(\d+))?", text)
-        if match is None:
-            raise ValueError(f"{text!r} is not a pass; expected such as F3, B0 or I2.1")
-        return cls(Pass(match[1]), int(match[2]), int(match[3] or 0))
-
-
-_HEAD = re.compile(r"(\S+): (\d+) stages, (\d+) microbatches, (\d+) chunks:")
-_LINE = re.compile(r"(\d+):((?: \S+)*)")
 
 
 class ScheduleError(ValueError):
@@ -191,24 +178,6 @@ class Schedule:
         lines = [f"{self.name}: {self.stages} stages, {self.microbatches} microbatches, {self.chunks} chunks:"]
         lines += [" ".join([f"{rank}:", *map(str, row)]) for rank, row in enumerate(self.order)]
         return "\n".join(lines)
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Parse the text form; ValueError, with the line, if it is wrong, or if the schedule is not valid."""
-        head, *lines = text.strip().splitlines() or [""]
-        match = _HEAD.fullmatch(head.strip())
-        if match is None:
-            raise ValueError(f"line 1 is {head!r}: expected such as '1f1b: 2 stages, 4 microbatches, 1 chunks:'")
-        rows = []
-        for rank, line in enumerate(lines):
-            row = _LINE.fullmatch(line.strip())
-            if row is None or int(row[1]) != rank:
-                raise ValueError(f"line {rank + 2} is {line!r}: expected the passes of rank {rank}, '{rank}: F0 ...'")
-            try:
-                rows.append(tuple(map(Op.parse, row[2].split())))
-            except ValueError as error:
-                raise ValueError(f"line {rank + 2}: {error}") from error
-        return cls(match[1], int(match[2]), int(match[3]), int(match[4]), tuple(rows))
 
 
 def execution_order(needs: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -30,6 +30,8 @@ _FOR_CASES = 0.8  # part of the allowed overrun for ends after the shortest dura
 _LAST_AFTER = 5  # number of them that count
 ENOUGH_TO_PLAN = 5  # number of observations of each bubble that suffice for a plan
 CASES = 8  # number of equal parts into which the recent durations are divided
+_QUANTILE = 0.1  # quantile of the recent durations on which the shortest duration is based
+_TOLERANCE = 1.3  # factor by which a duration differs from the prediction in a change of the cycle, and not in noise
 
 
 class Forecast(NamedTuple):
@@ -146,7 +148,7 @@ class BubblePredictor:
         if cycles < min(ENOUGH_TO_PLAN, self.rule.warmup):
             return []
         usual = [history for history in histories if 2 * history.seen >= cycles]
-        return [(history.kind, max(0, history.from_opening.low(self.rule)[0])) for history in usual]
+        return [(history.kind, max(0, history.from_opening.low()[0])) for history in usual]
 
     def observe(self, kind: BubbleKind, index: int, start_ns: int, end_ns: int) -> None:
         """Learn from a bubble's start and end."""
@@ -231,19 +233,19 @@ class _Cycle:
         if follows:
             self._periods.add(now_ns - self._start_ns, rule.window)
             self.period_ns = min(islice(reversed(self._periods.recent), ENOUGH_TO_PLAN))
-            self.scale_ns = self._scale_ns(rule)
+            self.scale_ns = self._scale_ns()
         self._start_ns = now_ns
         if self.gains:
             self.gains.sort()
             self.most = max(self.gains, self._last, key=len)
             self._last, self.gains = self.gains, []
 
-    def _scale_ns(self, rule: FillRule) -> float:
+    def _scale_ns(self) -> float:
         """Return ``scale_ns``: between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.
 
         The upper part is not used: occasional stalls of a training are not noise of its replicas.
         """
-        return self._periods.low(rule)[1] / log(log(1 / rule.quantile) / log(2))
+        return self._periods.low()[1] / log(log(1 / _QUANTILE) / log(2))
 
 
 class _Window:
@@ -261,12 +263,11 @@ class _Window:
         while len(self.recent) > most:
             del self.ordered[bisect_left(self.ordered, self.recent.popleft())]
 
-    def low(self, rule: FillRule) -> tuple[int, int]:
-        """Return the rule's quantile of the values, and their spread (median less the quantile)."""
+    def low(self) -> tuple[int, int]:
+        """Return the low quantile of the values, and their spread (median less the quantile)."""
         ordered = self.ordered
-        base = ordered[int(rule.quantile * (len(ordered) - 1))]
-        spread = ordered[len(ordered) // 2] - base
-        return base, spread
+        base = ordered[int(_QUANTILE * (len(ordered) - 1))]
+        return base, ordered[len(ordered) // 2] - base
 
     def cases(self, less_ns: int) -> tuple[int, ...]:
         """Return the quantiles at 1, 2 ... ``CASES`` parts of ``CASES``, each less ``less_ns``."""
@@ -291,8 +292,8 @@ class _History:
     def predict(self, since_meeting_ns: int, rule: FillRule) -> tuple[int, tuple[int, ...]]:
         """Return the shortest duration and the end times by case (``Forecast``), in ns."""
         recent, since_ns = self.from_opening, 0
-        duration_ns, spread = recent.low(rule)
-        other_ns, other_spread = self.from_meeting.low(rule)
+        duration_ns, spread = recent.low()
+        other_ns, other_spread = self.from_meeting.low()
         if other_spread < 0.9 * spread:
             recent, since_ns = self.from_meeting, since_meeting_ns
             duration_ns, spread = other_ns - since_ns, other_spread
@@ -305,12 +306,12 @@ class _History:
     def add(self, duration_ns: int, since_meeting_ns: int, rule: FillRule) -> None:
         self.seen += 1
         # Suddenly shorter: used at once, since overruns harm the training.
-        self.shortened_to_ns = duration_ns if duration_ns * rule.tolerance < self.usual_ns else None
+        self.shortened_to_ns = duration_ns if duration_ns * _TOLERANCE < self.usual_ns else None
         # Suddenly longer: used after three in a row, since old durations only make the prediction too short.  Longer
         # than nearly all: where durations are spread widely, three in a row above the lower ones are no change.
         ordered = self.from_opening.ordered
         high_ns = ordered[(len(ordered) - 1) * (CASES - 1) // CASES] if ordered else 0
-        self.surprises = self.surprises + 1 if 0 < high_ns * rule.tolerance < duration_ns else 0
+        self.surprises = self.surprises + 1 if 0 < high_ns * _TOLERANCE < duration_ns else 0
         most = rule.window
         if self.surprises >= 3:
             self.surprises, most = 0, 3

@@ -11,11 +11,8 @@ class FillRule:
 
     Attributes:
         warmup: number of observations of a bubble before it is predicted.
-        quantile: quantile of the recent durations on which the shortest duration is based, 0 to 1.
-        margin: time subtracted from that quantile, in spreads (median less the quantile).
+        margin: time subtracted from the low quantile of the recent durations, in spreads (median less the quantile).
         window: number of recent durations that count.
-        tolerance: factor by which a duration must differ from the prediction to count as a change of the cycle rather
-            than as noise.
         overrun: allowed expected increase of an iteration by steps in flight at the ends of bubbles, as a share of the
             iteration; with 0 every step ends before even a short bubble does.
         stages: number of stages among which the overrun is divided, since their delays add up.
@@ -26,10 +23,8 @@ class FillRule:
     """
 
     warmup: int = 5
-    quantile: float = 0.1
     margin: float = 0.5
     window: int = 48
-    tolerance: float = 1.3
     overrun: float = 0.005
     stages: int = 1
     replicas: int = 1

@@ -14,6 +14,7 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.schedules import gpipe, interleaved, make_schedule, one_forward_one_backward, zb_h1
 from megatron.fill.pipeline.timeline import Compiled, Timeline, simulate
 from megatron.fill.types import BubbleKind
+from tests.support.schedule_text import parsed
 from tests.unit.pipeline.test_schedule import schedules
 
 TIMES = st.integers(0, 50)
@@ -233,7 +234,7 @@ def test_the_times_of_a_small_1f1b():
 
 
 def test_ranks_that_wait_for_each_other_are_found():
-    schedule = Schedule.parse("1f1b: 2 stages, 2 microbatches, 1 chunks:\n0: F0 F1 B0 B1\n1: F1 F0 B0 B1")
+    schedule = parsed("1f1b: 2 stages, 2 microbatches, 1 chunks:\n0: F0 F1 B0 B1\n1: F1 F0 B0 B1")
     assert simulate(schedule, PipelineCosts.uniform(2, 1, 2)).period_ns == 10
     with pytest.raises(ValueError, match=r"ranks 0, 1 wait for each other's transfers forever; the schedule is\n1f1b"):
         Compiled(schedule, rendezvous=True)
@@ -241,9 +242,9 @@ def test_ranks_that_wait_for_each_other_are_found():
 
 def test_an_interleaved_schedule_in_another_order_has_no_rendezvous():
     text = "interleaved: 2 stages, 1 microbatches, 2 chunks:\n0: F0 F0.1 B0.1 B0\n1: F0 F0.1 B0.1 B0"
-    assert simulate(Schedule.parse(text), PipelineCosts.uniform(2, 1, 2, chunks=2)).period_ns == 12
+    assert simulate(parsed(text), PipelineCosts.uniform(2, 1, 2, chunks=2)).period_ns == 12
     with pytest.raises(ValueError, match="rendezvous: expected an interleaved schedule in Megatron's order"):
-        Compiled(Schedule.parse(text), rendezvous=True)
+        Compiled(parsed(text), rendezvous=True)
 
 
 def test_a_slow_receiver_holds_its_sender():
@@ -255,7 +256,7 @@ def test_a_slow_receiver_holds_its_sender():
 
 
 def test_a_transfer_between_chunks_on_one_rank_takes_no_time():
-    schedule = Schedule.parse("interleaved: 1 stages, 1 microbatches, 2 chunks:\n0: F0 F0.1 B0.1 B0")
+    schedule = parsed("interleaved: 1 stages, 1 microbatches, 2 chunks:\n0: F0 F0.1 B0.1 B0")
     timeline = simulate(schedule, PipelineCosts.uniform(1, 1, 2, chunks=2, p2p_ns=100))
     assert timeline.period_ns == 6
     assert timeline.waits == ((),)
