@@ -72,20 +72,13 @@ def _times(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GhostSettings:
-    """Settings of ghost stages.
+    """Settings of ghost stages."""
 
-    Attributes:
-        stage: number of the real stage, from 0.
-        waits: ``stream`` or ``host``.
-        forward_ns, backward_ns: durations of a pass by virtual stage, or one for all; empty to measure them.
-        transfer_ns: duration of a transfer when both ends are ready.
-    """
-
-    stage: int
-    waits: str
-    forward_ns: tuple[int, ...]
+    stage: int  # number of the real stage, from 0
+    waits: str  # ``stream`` or ``host``
+    forward_ns: tuple[int, ...]  # durations of a pass by virtual stage, or one for all; empty to measure them
     backward_ns: tuple[int, ...]
-    transfer_ns: int
+    transfer_ns: int  # duration of a transfer when both ends are ready
 
     @classmethod
     def from_args(cls, options: argparse.Namespace, args: argparse.Namespace, on_cpu: bool) -> GhostSettings:

@@ -29,17 +29,11 @@ logger = logging.getLogger("pipefill")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function of the patched package that a patch relies on.
+    """A function of the patched package that a patch relies on."""
 
-    Attributes:
-        path: ``"package.module:Class.function"``.
-        parameters: its first parameters, in order.
-        uses: globals and attributes that its code must use, because the patch replaces them.
-    """
-
-    path: str
-    parameters: tuple[str, ...]
-    uses: tuple[str, ...] = ()
+    path: str  # ``"package.module:Class.function"``
+    parameters: tuple[str, ...]  # its first parameters, in order
+    uses: tuple[str, ...] = ()  # globals and attributes that its code must use, because the patch replaces them
 
     def resolve(self) -> tuple[Any, str]:
         """Return the object that holds the function, and its name there; PatchError if there is none."""

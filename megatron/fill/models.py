@@ -26,21 +26,14 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model.
-
-    Attributes:
-        length: length of a sample: tokens of a text, or pixels along a side of an image.
-        shape: shape of a text's encoder; None for a model of ``timm``.
-        variant: its name in ``timm``; empty for an encoder, which is one of ``transformers``.
-        source: the paper, for a reader.
-    """
+    """A model."""
 
     name: str
     parameters: int
-    length: int
-    shape: Encoder | None = None
-    variant: str = ""
-    source: str = ""
+    length: int  # length of a sample: tokens of a text, or pixels along a side of an image
+    shape: Encoder | None = None  # shape of a text's encoder; None for a model of ``timm``
+    variant: str = ""  # its name in ``timm``; empty for an encoder, which is one of ``transformers``
+    source: str = ""  # the paper, for a reader
 
     @property
     def is_text(self) -> bool:

@@ -45,18 +45,12 @@ class Configuration:
 
     Its text form is ``b8``, ``b8+checkpointing``, ``b8+offload-optimizer``, ``b8+checkpointing+offload-weights``,
     ``b8+chunk64``.
-
-    Attributes:
-        batch_size: samples that pass through the model at a time; for training the microbatch.
-        checkpointing: True if activations are recomputed in the backward pass instead of kept.
-        offload: state kept in host memory.
-        chunk: tokens of prompts that pass through a language model at a time; 0 for other jobs.
     """
 
-    batch_size: int = 1
-    checkpointing: bool = False
-    offload: Offload = Offload.NONE
-    chunk: int = 0
+    batch_size: int = 1  # samples that pass through the model at a time; for training the microbatch
+    checkpointing: bool = False  # True if activations are recomputed in the backward pass instead of kept
+    offload: Offload = Offload.NONE  # state kept in host memory
+    chunk: int = 0  # tokens of prompts that pass through a language model at a time; 0 for other jobs
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.chunk < 0:
@@ -87,16 +81,11 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class NodeProfile:
-    """A node of a job's linear list: the smallest unit that runs at a time.
-
-    Attributes:
-        duration_ns: its duration alone.
-        memory_bytes: peak device memory of the whole job while it runs.
-    """
+    """A node of a job's linear list: the smallest unit that runs at a time."""
 
     name: str
-    duration_ns: int
-    memory_bytes: int
+    duration_ns: int  # its duration alone
+    memory_bytes: int  # peak device memory of the whole job while it runs
 
     def __post_init__(self) -> None:
         if self.duration_ns < 0 or self.memory_bytes < 0:
@@ -157,19 +146,12 @@ def _node(entry: Any) -> NodeProfile:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredJob:
-    """The measurements of a job by its worker, as the store keeps them.
+    """The measurements of a job by its worker, as the store keeps them."""
 
-    Attributes:
-        profiles: one profile per configuration, at least one.
-        total_work: amount of the job's work in all; None if the task did not report it.
-        split: description of the split into nodes, for a reader.
-        device: the device that it was measured on.
-    """
-
-    profiles: tuple[JobProfile, ...]
-    total_work: float | None = None
-    split: str = ""
-    device: str = ""
+    profiles: tuple[JobProfile, ...]  # one profile per configuration, at least one
+    total_work: float | None = None  # amount of the job's work in all; None if the task did not report it
+    split: str = ""  # description of the split into nodes, for a reader
+    device: str = ""  # the device that it was measured on
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -201,16 +183,11 @@ class MeasuredJob:
 
 @dataclass(frozen=True, slots=True)
 class BubbleSlot:
-    """A bubble of a bubble cycle.
-
-    Attributes:
-        duration_ns: its reliable duration.
-        free_bytes: device memory that the training leaves free in it.
-    """
+    """A bubble of a bubble cycle."""
 
     kind: BubbleKind
-    duration_ns: int
-    free_bytes: int
+    duration_ns: int  # its reliable duration
+    free_bytes: int  # device memory that the training leaves free in it
 
     def __post_init__(self) -> None:
         if self.duration_ns < 0 or self.free_bytes < 0:

@@ -38,16 +38,12 @@ PIPELINE_KINDS = (BubbleKind.FILL, BubbleKind.FWD_BWD, BubbleKind.INTERIOR, Bubb
 
 @dataclass(frozen=True, slots=True)
 class CycleKey:
-    """The key of a bubble cycle: two iterations with equal keys have the same bubbles in the same order.
-
-    Attributes:
-        forward_only: True for a schedule without backwards; to a listener, for an evaluation.
-    """
+    """The key of a bubble cycle: two iterations with equal keys have the same bubbles in the same order."""
 
     schedule: str
     microbatches: int
     chunks: int = 1
-    forward_only: bool = False
+    forward_only: bool = False  # True for a schedule without backwards; to a listener, for an evaluation
 
     def __str__(self) -> str:
         text = f"{self.schedule}, {self.microbatches} microbatches"
@@ -59,29 +55,20 @@ class CycleKey:
 # Not frozen: the rank makes one in every bubble, and a frozen one takes three times as long to make.
 @dataclass(slots=True, unsafe_hash=True)
 class Bubble:
-    """An observed bubble of a rank.
+    """An observed bubble of a rank."""
 
-    Attributes:
-        iteration: number of the training iteration, from 1, as Megatron prints it.
-        index: position in the iteration's bubble cycle, from 0; outside the pipeline, among the waits of its kind in
-            the save, the iteration or the evaluation's schedule.
-        predicted_ns: duration predicted when it opened; 0 for no prediction.
-        seq: the gate's number of it; 0 if the gate stayed shut (too short, not yet predictable, filling off).
-        free_bytes: device memory that the training left free.
-        filling: True if filling was on, so that the bubble counts in the harvest ratio.
-        forward_only: True for a bubble of an evaluation, of the pipeline or for a batch.
-    """
-
-    iteration: int
+    iteration: int  # number of the training iteration, from 1, as Megatron prints it
+    # Position in the iteration's bubble cycle, from 0; outside the pipeline, among the waits of its kind in the save,
+    # the iteration or the evaluation's schedule.
     index: int
     kind: BubbleKind
     start_ns: int
     end_ns: int
-    predicted_ns: int = 0
-    seq: int = 0
-    free_bytes: int = 0
-    filling: bool = False
-    forward_only: bool = False
+    predicted_ns: int = 0  # duration predicted when it opened; 0 for no prediction
+    seq: int = 0  # the gate's number of it; 0 if the gate stayed shut (too short, not yet predictable, filling off)
+    free_bytes: int = 0  # device memory that the training left free
+    filling: bool = False  # True if filling was on, so that the bubble counts in the harvest ratio
+    forward_only: bool = False  # True for a bubble of an evaluation, of the pipeline or for a batch
 
     @property
     def duration_ns(self) -> int:
@@ -133,41 +120,28 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class BrakeEvent:
-    """A stop of the filling of a rank by the automatic brake.
+    """A stop of the filling of a rank by the automatic brake."""
 
-    Attributes:
-        iteration: the last iteration before it.
-        slowdown: measured slowdown of the training; 0.03 is 3%.
-        pairs: number of pairs of stretches with and without filling that it was measured over.
-        until: the iteration at which filling resumes.
-        guard_ns: time kept free at the end of every predicted bubble from then on.
-    """
-
-    iteration: int
-    slowdown: float
-    pairs: int
-    until: int
-    guard_ns: int
+    iteration: int  # the last iteration before it
+    slowdown: float  # measured slowdown of the training; 0.03 is 3%
+    pairs: int  # number of pairs of stretches with and without filling that it was measured over
+    until: int  # the iteration at which filling resumes
+    guard_ns: int  # time kept free at the end of every predicted bubble from then on
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """Observations of one rank: all of them, or those since its last write.
-
-    Attributes:
-        schedule: key of its last training iteration; None if there was none.
-        settled_after: the last iteration in which jobs of some rank still set themselves up; 0 until they have settled.
-        lost_until: the last iteration written before its file was deleted; 0 if it was not deleted.
-    """
+    """Observations of one rank: all of them, or those since its last write."""
 
     info: RankInfo
     iterations: Sequence[Iteration]
     bubbles: Sequence[Bubble]
     spans: Sequence[Span]
     brakes: Sequence[BrakeEvent] = ()
-    schedule: CycleKey | None = None
+    schedule: CycleKey | None = None  # key of its last training iteration; None if there was none
+    # The last iteration in which jobs of some rank still set themselves up; 0 until they have settled.
     settled_after: int = 0
-    lost_until: int = 0
+    lost_until: int = 0  # the last iteration written before its file was deleted; 0 if it was not deleted
 
 
 class Lack(IntEnum):
@@ -180,28 +154,18 @@ class Lack(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BubbleUse:
-    """A worker's use of one bubble, which may be none.
+    """A worker's use of one bubble, which may be none."""
 
-    Attributes:
-        seq: the gate's number of the bubble.
-        latency_ns: time from the gate's opening to the first step's start, without ``held_ns`` before it; -1 if no step
-            ran, or one was in flight.
-        harvested_ns: time inside steps and inside the bubble.
-        overrun_ns: time that the last step ran on after the bubble's end; 0 for none.
-        steps: number of steps begun in it; one that began in an earlier bubble counts in ``harvested_ns`` only.
-        left_ns: time at which the worker was done with it, including the pause after the last step.
-        lack: the resource that it lacked for a further step (a ``Lack``).
-        held_ns: time up to ``left_ns`` for which it waited until many bubbles like this one would have ended.
-    """
-
-    seq: int
+    seq: int  # the gate's number of the bubble
+    # Time from the gate's opening to the first step's start, without ``held_ns`` before it; -1 if no step ran, or one
+    # was in flight.
     latency_ns: int
-    harvested_ns: int
-    overrun_ns: int
-    steps: int
-    left_ns: int = 0
-    lack: int = Lack.TIME
-    held_ns: int = 0
+    harvested_ns: int  # time inside steps and inside the bubble
+    overrun_ns: int  # time that the last step ran on after the bubble's end; 0 for none
+    steps: int  # number of steps begun in it; one that began in an earlier bubble counts in ``harvested_ns`` only
+    left_ns: int = 0  # time at which the worker was done with it, including the pause after the last step
+    lack: int = Lack.TIME  # the resource that it lacked for a further step (a ``Lack``)
+    held_ns: int = 0  # time up to ``left_ns`` for which it waited until many bubbles like this one would have ended
 
     @property
     def idle(self) -> bool:
@@ -211,56 +175,38 @@ class BubbleUse:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A worker's record over a run: exact totals, and the most recent bubbles and steps.
-
-    Attributes:
-        alone_ns: step time measured alone, after the training's last iteration.
-        alone_work: work of those steps.
-        uses: its uses of the most recent bubbles.
-        older_uses: number of its uses before those.
-        steps: ``(start_ns, end_ns)`` of the most recent steps.
-        callbacks: longest time of each callback but ``run_next_step()``, in ns; only of calls that returned.
-        partial_work: part of ``work_done`` that no checkpoint covers, of an iteration that had not ended.
-    """
+    """A worker's record over a run: exact totals, and the most recent bubbles and steps."""
 
     job: str
     rank: int
     steps_done: int
     work_done: float
     harvested_ns: int
-    alone_ns: int
-    alone_work: float
-    uses: Sequence[BubbleUse] = ()
-    steps: Sequence[tuple[int, int]] = ()
+    alone_ns: int  # step time measured alone, after the training's last iteration
+    alone_work: float  # work of those steps
+    uses: Sequence[BubbleUse] = ()  # its uses of the most recent bubbles
+    steps: Sequence[tuple[int, int]] = ()  # ``(start_ns, end_ns)`` of the most recent steps
+    # Longest time of each callback but ``run_next_step()``, in ns; only of calls that returned.
     callbacks: dict[str, int] = field(default_factory=dict)
-    partial_work: float = 0.0
-    older_uses: int = 0
+    partial_work: float = 0.0  # part of ``work_done`` that no checkpoint covers, of an iteration that had not ended
+    older_uses: int = 0  # number of its uses before those
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of an hour, in any currency.
+    """Prices of an hour, in any currency."""
 
-    Attributes:
-        main: price of all devices of the training together.
-        side: price of one of the cheaper devices that jobs would run on otherwise.
-    """
-
-    main: float
-    side: float
+    main: float  # price of all devices of the training together
+    side: float  # price of one of the cheaper devices that jobs would run on otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The most that the jobs of each user may take, over all trainings that serve one store.
+    """The most that the jobs of each user may take, over all trainings that serve one store."""
 
-    Attributes:
-        jobs: number of jobs that run at a time; None for any number.
-        device_hours: hours inside steps and inside bubbles, of the jobs that ended in the last ``days`` or have not
-            ended; None for any number.
-    """
-
-    jobs: int | None = None
+    jobs: int | None = None  # number of jobs that run at a time; None for any number
+    # Hours inside steps and inside bubbles, of the jobs that ended in the last ``days`` or have not ended; None for
+    # any number.
     device_hours: float | None = None
     days: float = 30.0
 
@@ -279,43 +225,27 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """The outcome of an attempt at a job, or its progress so far.
-
-    Attributes:
-        what: ``module:Class`` or the command line.
-        rank: rank of the training whose bubbles it ran in; None if it never started.
-        total_work: amount of work in all; None if the task did not report it.
-        result: values that the task reported with ``context.report``.
-        directory: its folder, with the task's own files.
-        ended_s: time of this record, in seconds since the epoch; a job that was retried has several records.
-        attempt: number of the attempt, as the store counts the job's claims.
-        started_ns, ended_ns: times at which its worker was started, and had ended.
-        ready_ns: time at which the worker called the task's ``create``, or first waited for a bubble for its command;
-            0 for never.
-        peak_bytes: peak of the device memory observed; 0 if it was not observed in time.
-        offences: number of violations: something of it ran on after its bubble for longer than the grace period.
-        side_throughput: its work per second on a cheaper device (``Prices.side``); None if the user did not state it.
-    """
+    """The outcome of an attempt at a job, or its progress so far."""
 
     name: str
-    what: str
+    what: str  # ``module:Class`` or the command line
     status: Status
     work_done: float
     unit: str
-    rank: int | None = None
+    rank: int | None = None  # rank of the training whose bubbles it ran in; None if it never started
     steps: int = 0
     harvested_s: float = 0.0
-    total_work: float | None = None
-    result: dict[str, Any] = field(default_factory=dict)
-    directory: str = ""
-    ended_s: float = 0.0
-    attempt: int = 0
-    started_ns: int = 0
-    ready_ns: int = 0
-    ended_ns: int = 0
-    peak_bytes: int = 0
-    offences: int = 0
-    side_throughput: float | None = None
+    total_work: float | None = None  # amount of work in all; None if the task did not report it
+    result: dict[str, Any] = field(default_factory=dict)  # values that the task reported with ``context.report``
+    directory: str = ""  # its folder, with the task's own files
+    ended_s: float = 0.0  # time of this record, since the epoch; a job that was retried has several records
+    attempt: int = 0  # number of the attempt, as the store counts the job's claims
+    started_ns: int = 0  # time at which its worker was started
+    ready_ns: int = 0  # time at which it called ``create``, or first waited for a bubble for its command; 0 for never
+    ended_ns: int = 0  # time at which its worker had ended
+    peak_bytes: int = 0  # peak of the device memory observed; 0 if it was not observed in time
+    offences: int = 0  # number of times that something of it ran on after its bubble for longer than the grace period
+    side_throughput: float | None = None  # work per second on a cheaper device (``Prices.side``), if the user states it
 
     @property
     def state(self) -> JobState:

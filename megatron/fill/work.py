@@ -12,32 +12,20 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The task or command of a job, and its limits.
+    """The task or command of a job, and its limits."""
 
-    Attributes:
-        task: ``module:Class``; None for a command.
-        command: a program and its arguments; None for a task.
-        args: arguments of the task's ``create``.
-        memory_bytes: its device memory limit; None for all that is free.
-        search: folders that the task is imported from, in addition to the installed packages.
-        array: its index (from 0) and the number of instances of a job with a count; None without a count.
-        timeout_s: time limit of one attempt; None for no limit.
-        retries: number of further attempts after a failure.
-        after: names of jobs that must have succeeded before it begins.
-        side_throughput: its work per second on a cheaper device, for the report only.
-    """
-
-    task: str | None = None
-    command: tuple[str, ...] | None = None
-    args: dict[str, Any] = field(default_factory=dict)
-    memory_bytes: int | None = None
+    task: str | None = None  # ``module:Class``; None for a command
+    command: tuple[str, ...] | None = None  # a program and its arguments; None for a task
+    args: dict[str, Any] = field(default_factory=dict)  # arguments of the task's ``create``
+    memory_bytes: int | None = None  # its device memory limit; None for all that is free
     env: dict[str, str] = field(default_factory=dict)
-    search: tuple[str, ...] = ()
+    search: tuple[str, ...] = ()  # folders that the task is imported from, in addition to the installed packages
+    # Its index (from 0) and the number of instances of a job with a count; None without a count.
     array: tuple[int, int] | None = None
-    timeout_s: float | None = None
-    retries: int = 0
-    after: tuple[str, ...] = ()
-    side_throughput: float | None = None
+    timeout_s: float | None = None  # time limit of one attempt; None for no limit
+    retries: int = 0  # number of further attempts after a failure
+    after: tuple[str, ...] = ()  # names of jobs that must have succeeded before it begins
+    side_throughput: float | None = None  # its work per second on a cheaper device, for the report only
 
     @property
     def what(self) -> str:
@@ -75,17 +63,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to submit.
+    """A job to submit."""
 
-    Attributes:
-        name: name unique among the unfinished jobs of a store.
-        user: user to whom fair sharing attributes it.
-        priority: greater is more urgent.
-        deadline_s: time by which it should be done; None for no deadline.
-    """
-
-    name: str
+    name: str  # name unique among the unfinished jobs of a store
     work: Work
-    user: str = ""
-    priority: int = 0
-    deadline_s: float | None = None
+    user: str = ""  # user to whom fair sharing attributes it
+    priority: int = 0  # greater is more urgent
+    deadline_s: float | None = None  # time by which it should be done; None for no deadline

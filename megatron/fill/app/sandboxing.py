@@ -19,19 +19,12 @@ from megatron.fill.sandbox.view import may_enter
 
 @dataclass(frozen=True, slots=True)
 class RunSandbox:
-    """The sandbox of this run's jobs.
+    """The sandbox of this run's jobs."""
 
-    Attributes:
-        user: user that the jobs run as; None for the training's user.
-        namespaces: namespaces that this machine provides (``Sandbox``).
-        binds: paths that jobs may use besides their own folders.
-        layers: all layers, each with what it lacks here.
-    """
-
-    user: JobUser | None = None
-    namespaces: tuple[str, ...] = ()
-    binds: tuple[Bind, ...] = ()
-    layers: tuple[Layer, ...] = ()
+    user: JobUser | None = None  # user that the jobs run as; None for the training's user
+    namespaces: tuple[str, ...] = ()  # namespaces that this machine provides (``Sandbox``)
+    binds: tuple[Bind, ...] = ()  # paths that jobs may use besides their own folders
+    layers: tuple[Layer, ...] = ()  # all layers, each with what it lacks here
 
     @property
     def seen(self) -> bool:

@@ -46,14 +46,10 @@ class PlainYamlError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PlainYaml:
-    """The value of a text, and the lines of its parts.
+    """The value of a text, and the lines of its parts."""
 
-    Attributes:
-        value: dicts, lists, strings, numbers, booleans and None.
-        lines: line of each key or entry, by the ``id`` of its dict or list.
-    """
-
-    value: Any
+    value: Any  # dicts, lists, strings, numbers, booleans and None
+    # Line of each key or entry, by the ``id`` of its dict or list.
     lines: Mapping[int, Mapping[Any, int]] = field(default_factory=dict)
 
     def line_of(self, path: Sequence[str | int]) -> int | None:

@@ -47,24 +47,16 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class OpenBubble:
-    """An open bubble, as workers see it.
+    """An open bubble, as workers see it."""
 
-    Attributes:
-        seq: number of the bubble, from 1.
-        opened_ns: start of the bubble.
-        deadline_ns: time before which the bubble hardly ever ends.
-        free_bytes: device memory that the training leaves free in it.
-        alone: True if the training stands still, to measure tasks by themselves.
-        ends_ns: times by which it has ended in 1, 2 ... n of n cases; empty if no end beyond the deadline is predicted.
-        steps_ns: for each of these cases, the longest step that the end may catch; as many as ``ends_ns``.
-    """
-
-    seq: int
-    opened_ns: int
-    deadline_ns: int
-    free_bytes: int
-    alone: bool = False
+    seq: int  # number of the bubble, from 1
+    opened_ns: int  # start of the bubble
+    deadline_ns: int  # time before which the bubble hardly ever ends
+    free_bytes: int  # device memory that the training leaves free in it
+    alone: bool = False  # True if the training stands still, to measure tasks by themselves
+    # Times by which it has ended in 1, 2 ... n of n cases; empty if no end beyond the deadline is predicted.
     ends_ns: tuple[int, ...] = ()
+    # For each of these cases, the longest step that the end may catch; as many as ``ends_ns``.
     steps_ns: tuple[int, ...] = ()
 
     def fits(self, step_ns: int, now_ns: int, pause_ns: int = 0) -> bool:

@@ -20,17 +20,12 @@ _STOPPED = "Tt"  # stopped by a signal, by a debugger
 
 @dataclass(frozen=True, slots=True)
 class RankStanding:
-    """A rank on this node whose note is still there: it is not done, or it died.
-
-    Attributes:
-        state: process state, a letter of proc_pid_stat(5); empty once the process is gone.
-        pulse: its latest pulse; None before the first, and if the note names no board.
-    """
+    """A rank on this node whose note is still there: it is not done, or it died."""
 
     rank: int
     pid: int
-    state: str
-    pulse: Pulse | None
+    state: str  # process state, a letter of proc_pid_stat(5); empty once the process is gone
+    pulse: Pulse | None  # its latest pulse; None before the first, and if the note names no board
 
     @property
     def gone(self) -> bool:

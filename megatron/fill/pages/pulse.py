@@ -24,27 +24,16 @@ _TIMES = 10  # patience as a multiple of the longest iteration or standstill so 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A pulse; times in ns, CLOCK_MONOTONIC.
+    """A pulse; times in ns, CLOCK_MONOTONIC."""
 
-    Attributes:
-        looked_ns: time of the pulse.
-        moved_ns: time at which an iteration last ended, or a schedule (of an iteration, an evaluation) last began.
-        iteration: last iteration that began; 0 before the first.
-        longest_ns: longest iteration or standstill so far; 0 before the first iteration has ended.
-        waits: kind of the open bubble; None outside of bubbles.
-        waits_since_ns: start of that bubble.
-        stage: pipeline stage of the rank.
-        stages: number of pipeline stages.
-    """
-
-    looked_ns: int
-    moved_ns: int
-    iteration: int
-    longest_ns: int
-    waits: BubbleKind | None
-    waits_since_ns: int
-    stage: int
-    stages: int
+    looked_ns: int  # time of the pulse
+    moved_ns: int  # time at which an iteration last ended, or a schedule (of an iteration, an evaluation) last began
+    iteration: int  # last iteration that began; 0 before the first
+    longest_ns: int  # longest iteration or standstill so far; 0 before the first iteration has ended
+    waits: BubbleKind | None  # kind of the open bubble; None outside of bubbles
+    waits_since_ns: int  # start of that bubble
+    stage: int  # pipeline stage of the rank
+    stages: int  # number of pipeline stages
 
     @property
     def patience_s(self) -> float:

@@ -8,16 +8,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The durations of one microbatch's passes on a virtual stage.
-
-    Attributes:
-        backward_ns: backward pass, both parts.
-        weight_ns: part of ``backward_ns`` for the weights' gradients, needed by schedules that split the pass.
-    """
+    """The durations of one microbatch's passes on a virtual stage."""
 
     forward_ns: int
-    backward_ns: int
-    weight_ns: int = 0
+    backward_ns: int  # backward pass, both parts
+    weight_ns: int = 0  # part of ``backward_ns`` for the weights' gradients, needed by schedules that split the pass
 
     def __post_init__(self) -> None:
         if not (self.forward_ns >= 0 and self.backward_ns >= self.weight_ns >= 0):
@@ -26,20 +21,15 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """The durations of the parts of an iteration.
+    """The durations of the parts of an iteration."""
 
-    Attributes:
-        stages: costs of each virtual stage, in the order ``chunk * ranks + rank``.
-        p2p_ns: duration of a transfer between two ranks, once both are ready.
-        reduce_ns: time per rank from its last pass until its gradients are reduced over its data-parallel group,
-            without the part that overlaps with passes.
-        optimizer_ns: time per rank from the collective that all stages join (the gradient norm) to the first forward of
-            the next iteration: the optimizer's step, gathering the weights, loading data.
-    """
-
-    stages: tuple[StageCost, ...]
-    p2p_ns: int = 0
+    stages: tuple[StageCost, ...]  # costs of each virtual stage, in the order ``chunk * ranks + rank``
+    p2p_ns: int = 0  # duration of a transfer between two ranks, once both are ready
+    # Time per rank from its last pass until its gradients are reduced over its data-parallel group, without the part
+    # that overlaps with passes.
     reduce_ns: tuple[int, ...] = (0,)
+    # Time per rank from the collective that all stages join (the gradient norm) to the first forward of the next
+    # iteration: the optimizer's step, gathering the weights, loading data.
     optimizer_ns: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:

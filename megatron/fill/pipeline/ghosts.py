@@ -16,18 +16,13 @@ from megatron.fill.pipeline.timeline import Compiled, Timeline
 
 @dataclass(frozen=True, slots=True)
 class GhostWaits:
-    """The waits of a rank in an iteration.
+    """The waits of a rank in an iteration."""
 
-    Attributes:
-        transfers: durations in ns of the transfers from their posting, by direction (``send_next``, ``recv_prev``,
-            ``send_prev``, ``recv_next``), in the order in which the rank posts them.
-        drain_ns: time from the rank's end until all ranks are done.
-        timeline: timeline that they are from, which includes waits of length 0.
-    """
-
+    # Durations in ns of the transfers from their posting, by direction (``send_next``, ``recv_prev``, ``send_prev``,
+    # ``recv_next``), in the order in which the rank posts them.
     transfers: dict[str, tuple[int, ...]]
-    drain_ns: int
-    timeline: Timeline
+    drain_ns: int  # time from the rank's end until all ranks are done
+    timeline: Timeline  # timeline that they are from, which includes waits of length 0
 
 
 def ghost_waits(schedule: Schedule, costs: PipelineCosts, rank: int) -> GhostWaits:

@@ -52,21 +52,17 @@ class Schedule:
         1f1b: 2 stages, 2 microbatches, 1 chunks:
         0: F0 F1 B0 B1
         1: F0 B0 F1 B1
-
-    Attributes:
-        chunks: number of virtual stages per rank.
-        order: passes of each rank, in order.
-        placement: rank of each virtual stage, along the model; empty for Megatron's, ``0 1 2 0 1 2``.
-        together: rank and position of each pass that forms one action with the next (torch's ``OVERLAP_F_B``).  Such
-            passes run one after the other here, as they do in torch without a function for both.
     """
 
     name: str
     stages: int
     microbatches: int
-    chunks: int
-    order: tuple[tuple[Op, ...], ...]
+    chunks: int  # number of virtual stages per rank
+    order: tuple[tuple[Op, ...], ...]  # passes of each rank, in order
+    # Rank of each virtual stage, along the model; empty for Megatron's, ``0 1 2 0 1 2``.
     placement: tuple[int, ...] = ()
+    # Rank and position of each pass that forms one action with the next (torch's ``OVERLAP_F_B``).  Such passes run
+    # one after the other here, as they do in torch without a function for both.
     together: frozenset[tuple[int, int]] = frozenset()
     _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False, default=())
 

@@ -34,18 +34,12 @@ class Wait(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A transfer of a rank, of the tensor that pass ``op`` consumes; times from the iteration's start.
-
-    Attributes:
-        sends: True if the rank sends it, False if it receives it.
-        posted_ns: time at which the rank has posted it.
-        over_ns: time at which it is over.
-    """
+    """A transfer of a rank, of the tensor that pass ``op`` consumes; times from the iteration's start."""
 
     op: Op
-    sends: bool
-    posted_ns: int
-    over_ns: int
+    sends: bool  # True if the rank sends it, False if it receives it
+    posted_ns: int  # time at which the rank has posted it
+    over_ns: int  # time at which it is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +47,13 @@ class Timeline:
     """An iteration in the steady state, from when all ranks leave the global collective to when they leave the next.
 
     A rank's optimizer, passes, reduction and waits add up to the period.
-
-    Attributes:
-        costs: costs given; durations that replaced them are in ``spans``.
-        period_ns: duration of the iteration.
-        spans: passes of each rank in order.
-        waits: bubbles of each rank in order; none has length 0 unless requested.
     """
 
     schedule: Schedule
-    costs: PipelineCosts
-    period_ns: int
-    spans: tuple[tuple[PassSpan, ...], ...]
-    waits: tuple[tuple[Wait, ...], ...]
+    costs: PipelineCosts  # costs given; durations that replaced them are in ``spans``
+    period_ns: int  # duration of the iteration
+    spans: tuple[tuple[PassSpan, ...], ...]  # passes of each rank in order
+    waits: tuple[tuple[Wait, ...], ...]  # bubbles of each rank in order; none has length 0 unless requested
 
 
 class Compiled:

@@ -24,17 +24,11 @@ _APART = 4.0  # standard deviations of an iteration by which two differ if one o
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSlowdown:
-    """A measured slowdown.
+    """A measured slowdown."""
 
-    Attributes:
-        slowdown: the slowdown as a fraction (0.03 is 3%).
-        pairs: number of the latest pairs over which it was measured.
-        excess: lower confidence bound minus the limit, in logarithms; above 0 it surely exceeds the limit.
-    """
-
-    slowdown: float
-    pairs: int
-    excess: float
+    slowdown: float  # the slowdown as a fraction (0.03 is 3%)
+    pairs: int  # number of the latest pairs over which it was measured
+    excess: float  # lower confidence bound minus the limit, in logarithms; above 0 it surely exceeds the limit
 
 
 class Noise:

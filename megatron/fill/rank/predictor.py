@@ -35,19 +35,14 @@ _TOLERANCE = 1.3  # factor by which a duration differs from the prediction in a 
 
 
 class Forecast(NamedTuple):
-    """The prediction for a bubble that opens now, in ns from now.
+    """The prediction for a bubble that opens now, in ns from now."""
 
-    Attributes:
-        shortest_ns: duration that it reaches with some confidence; 0 if unknown.
-        ends_ns: times by which it has ended in 1, 2 ... ``CASES`` of ``CASES`` cases; empty if they are not reliable.
-        steps_ns: for each of these cases, the longest step that the end may catch; empty if it may catch none.
-        fills: True if it is worth filling.
-    """
-
-    shortest_ns: int = 0
+    shortest_ns: int = 0  # duration that it reaches with some confidence; 0 if unknown
+    # Times by which it has ended in 1, 2 ... ``CASES`` of ``CASES`` cases; empty if they are not reliable.
     ends_ns: tuple[int, ...] = ()
+    # For each of these cases, the longest step that the end may catch; empty if it may catch none.
     steps_ns: tuple[int, ...] = ()
-    fills: bool = False
+    fills: bool = False  # True if it is worth filling
 
     def deadline_and_ends(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
         """Return the deadline and the ends as absolute times, for a bubble that opens at ``from_ns``."""

@@ -40,25 +40,16 @@ _START_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class RelaySpec(Spec):
-    """The settings of a relay, from its rank.
-
-    Attributes:
-        rank: settings of the listener.
-        parent: the rank's pid.
-        ring_fd: descriptor of the ring with the rank's facts.
-        gate_fd, board_fd, control_fd: descriptors of the rank's pages; None to measure only.
-        left_fd: descriptor of the page for records that cannot be written (``LastWord``); None for none.
-        device_uuid: the GPU's UUID; None if its free memory is not needed.
-    """
+    """The settings of a relay, from its rank, with the descriptors of the rank's pages; None to measure only."""
 
     rank: RankSpec
-    parent: int
+    parent: int  # the rank's pid
     ring_fd: int
     gate_fd: int | None = None
     board_fd: int | None = None
     control_fd: int | None = None
-    device_uuid: str | None = None
-    left_fd: int | None = None
+    device_uuid: str | None = None  # None if the GPU's free memory is not needed
+    left_fd: int | None = None  # for records that cannot be written (``LastWord``)
 
     @property
     def fds(self) -> list[int]:

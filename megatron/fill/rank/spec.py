@@ -20,22 +20,14 @@ from megatron.fill.types import RankInfo
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """The settings of one rank's listener, recorder and brake.
-
-    Attributes:
-        record: the file for the rank's record.
-        rule: the rule for filling a bubble.
-        trace_iterations: number of last iterations whose compute spans are drawn.
-        paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
-        max_slowdown: slowdown as a fraction above which the brake stops the filling; 0 for no brake.
-    """
+    """The settings of one rank's listener, recorder and brake."""
 
     info: RankInfo
-    record: str
-    rule: FillRule
-    trace_iterations: int = 3
-    paired_blocks: int = 0
-    max_slowdown: float = 0.0
+    record: str  # the file for the rank's record
+    rule: FillRule  # the rule for filling a bubble
+    trace_iterations: int = 3  # number of last iterations whose compute spans are drawn
+    paired_blocks: int = 0  # length of the alternating blocks with and without filling, in iterations; 0 for always on
+    max_slowdown: float = 0.0  # slowdown as a fraction above which the brake stops the filling; 0 for no brake
 
     def listener(
         self,
