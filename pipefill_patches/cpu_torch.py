@@ -96,6 +96,7 @@ class Stream:
 
     device = _CPU
     cuda_stream = 0
+    synchronize = wait_event = wait_stream = _nothing
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -112,15 +113,6 @@ class Stream:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
     def __enter__(self) -> Stream:
         return self
 
@@ -130,6 +122,8 @@ class Stream:
 
 class HostEvent:
     """An event that is complete as soon as it is recorded; it stores the host's time."""
+
+    synchronize = wait = _nothing
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self._recorded_s = 0.0
@@ -143,19 +137,6 @@ class HostEvent:
 
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-
-_STREAM = Stream()
-
-
-def _stream(*_args: Any) -> Stream:
-    return _STREAM
 
 
 def _total_memory_bytes() -> int:
@@ -189,6 +170,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
     """Return the replacements of ``torch.cuda``'s attributes, by name."""
     resident = dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _resident_bytes)
     peak = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_bytes)
+    stream = Stream()
     silent = dict.fromkeys(
         ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"), _nothing
     )
@@ -214,8 +196,8 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "Stream": Stream,
         "Event": HostEvent,
         "stream": lambda _stream: contextlib.nullcontext(),
-        "current_stream": _stream,
-        "default_stream": _stream,
+        "current_stream": lambda *_args: stream,
+        "default_stream": lambda *_args: stream,
     }
 
 

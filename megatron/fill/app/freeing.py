@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,6 @@ def check_free_waits(args: Namespace, *, active: bool, on_cpu: bool, through_hos
         raise ConfigError(f"{_FLAG} does not know Megatron's ring exchange; expected no --use-ring-exchange-p2p")
 
 
-def _waits(info: RankInfo, own: ReadyPage | None, paths: Sequence[str | None]) -> FreeWaits | None:
-    """Return the free waits of a rank with all ranks whose pages have a path here; None without an own page."""
-    if own is None:
-        return None
-    found = enumerate(paths)
-    others = {rank: ReadyPage(path, info.world_size) for rank, path in found if path is not None and rank != info.rank}
-    return FreeWaits(CudaStreams(info.device, own, list(others.values())), own, others, info.rank)
-
-
 class Freed:
     """The free waits of one rank, from the exchange of pages within its node to the end of the training.
 
@@ -67,7 +57,10 @@ class Freed:
         places = gathered((node, own and own.path))
         waits = None
         try:
-            waits = _waits(info, own, [path if where == node else None for where, path in places])
+            if own is not None:
+                here = {rank: path for rank, (where, path) in enumerate(places) if path is not None and where == node}
+                others = {rank: ReadyPage(path, info.world_size) for rank, path in here.items() if rank != info.rank}
+                waits = FreeWaits(CudaStreams(info.device, own, list(others.values())), own, others, info.rank)
         except Exception as error:
             refused = refused or f"rank {info.rank}: {error}"
         wrong = list(filter(None, gathered(refused)))

@@ -82,8 +82,14 @@ class Evidence:
         deviation is the larger one of two estimates: from the noise of single iterations (reliable when there are few
         pairs), and from the scatter of the pairs (includes slow noise, and grows with an outlier).
         """
-        found = [measured for measured in self._bounds(sigma) if measured.excess > 0]
-        return max(found, key=lambda measured: measured.excess, default=None)
+        found = [
+            MeasuredSlowdown(
+                math.expm1(mean), count, mean - self._limit - _SURE * (1 + _FEW_PAIRS / (count * count)) * deviation
+            )
+            for count, (mean, deviation) in enumerate(self._means(sigma), 2)
+        ]
+        surest = max(found, key=lambda measured: measured.excess, default=None)
+        return surest if surest is not None and surest.excess > 0 else None
 
     def suspicion(self, sigma: float) -> float:
         """Return the excess of all pairs' mean change over the limit, in standard deviations; negative if below."""
@@ -101,14 +107,6 @@ class Evidence:
         change, variance = self._pairs[-1]
         means = [(change, sigma * math.sqrt(variance)), *self._means(sigma)[: _LATELY - 1]]
         return max((mean - self._limit) / max(deviation, 1e-9) for mean, deviation in means)
-
-    def _bounds(self, sigma: float) -> list[MeasuredSlowdown]:
-        return [
-            MeasuredSlowdown(
-                math.expm1(mean), count, mean - self._limit - _SURE * (1 + _FEW_PAIRS / (count * count)) * deviation
-            )
-            for count, (mean, deviation) in enumerate(self._means(sigma), 2)
-        ]
 
     def _means(self, sigma: float) -> list[tuple[float, float]]:
         """Return the mean and its standard deviation over the latest 2, 3, 4, ... pairs."""
