@@ -17,16 +17,16 @@ _LATE, _RANKS = 5, 4  # numbers of waits for late ranks that are printed, and of
 _TIMERS = 2  # names of timers in a row
 _BUBBLES = ("--fill-jobs",)
 _REDUCE, _REPLICAS = "--overlap-grad-reduce", "data group"
-# What makes a kind of idle time shorter, or fills it.
+# What makes a kind of idle time shorter, or fills it: a flag, or in words what to do with one that may have a value.
 _REMEDIES: dict[str, tuple[str, ...]] = {
     **{str(kind): _BUBBLES for kind in PIPELINE_KINDS},
     "drain": (*_BUBBLES, _REDUCE),
     "tensor group": ("--tp-comm-overlap",),
     _REPLICAS: (_REDUCE, "--overlap-param-gather"),
     "expert group": ("--overlap-moe-expert-parallel-comm",),
-    "context group": ("--cp-comm-type",),
+    "context group": ("another --cp-comm-type",),
     "all ranks": ("a higher --log-interval", "fewer timers"),
-    "data loading": ("--num-workers", "faster storage"),
+    "data loading": ("more --num-workers", "faster storage"),
     "save": ("--async-save", "a higher --save-interval"),
     "evaluation wait": _BUBBLES,
     "logging": ("a higher --log-interval",),
