@@ -29,6 +29,12 @@ _EIGHT_BITS = 0.75  # of tensor parallelism's bytes: what is gathered is half as
 _REACHED, _COPIED, _GATHERED, _SENT, _BEGIN_S = 0.7, 0.56, 0.673, 0.597, 22e-6
 
 
+# Share of what tensor-parallel ranks exchange in a forward pass that nothing hides: the last of four pieces in which
+# Transformer Engine scatters (Megatron-Bridge's ``comm_overlap.py``, ``PipelineOverlapCfg.num_splits``), which is half
+# of all.  What is gathered comes in rings that begin with a rank's own part, and backward beside other products.
+_LAST_PIECE = 1 / 8
+
+
 def expert_problem(model: ModelSpec, its: Parallel) -> str:
     """Return what Megatron expects of a layout for its experts' dispatcher, and for hiding it; "" if it has that.
 
@@ -111,10 +117,10 @@ def layer_exchange_s(
     """Return the seconds of exchange in the forward and in the backward pass of one layer that are not hidden.
 
     Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); in
-    pieces, all but the first of them may be hidden by products.  Context parallelism passes keys and values round, and
-    in the backward pass their gradients too, while it computes the attention to those before.  Experts are sent their
-    tokens, and send them back (``dispatch_s``); with a second microbatch under way, its passes hide it
-    (``expert_problem``).
+    pieces, products may hide it, in the forward pass all but ``_LAST_PIECE``.  Context parallelism passes keys and
+    values round, and in the backward pass their gradients too, while it computes the attention to those before.
+    Experts are sent their tokens, and send them back (``dispatch_s``); with a second microbatch under way, its passes
+    hide it (``expert_problem``).
 
     Args:
         parts: the layer's; None to count no tensor parallelism and hide nothing, as passes are measured.
@@ -131,10 +137,10 @@ def layer_exchange_s(
     tensor = overlaps.tensor and its.sequence_parallel
     hidden = overlaps.experts and not expert_problem(model, its)
     found = []
-    for ring_s, name in ((keys_s, "forward_s"), (2 * keys_s, "backward_s")):
+    for ring_s, name, last in ((keys_s, "forward_s", _LAST_PIECE), (2 * keys_s, "backward_s", 0.0)):
         attention_s = getattr(parts["core_attn"], name)
         products_s = sum(getattr(part, name) for key, part in parts.items() if key != "moe_act") - attention_s
-        tensor_s = exposed_s(reduce_s, products_s, 1 / its.tp) if tensor else reduce_s
+        tensor_s = exposed_s(reduce_s, products_s, last) if tensor else reduce_s
         context_s = exposed_s(ring_s, attention_s * (its.cp - 1) / its.cp, 0.0)
         sent_s = exposed_s(experts_s, products_s + attention_s, 1 / its.microbatches) if hidden else experts_s
         found.append(tensor_s + context_s + sent_s)
