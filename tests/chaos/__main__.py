@@ -21,6 +21,7 @@ from rich.console import Console
 from megatron.fill.cli.options import check_writable
 from megatron.fill.errors import FillError
 from tests.chaos.checkout import SCRIPT
+from tests.chaos.mainjob import LEAST
 from tests.chaos.printed import print_controls, print_result
 from tests.chaos.run import ChaosOptions, control, run
 
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep", type=Path, metavar="FOLDER", help="keep logs, run folders and job store in this new folder")
     add(
         "--iterations",
-        type=_at_least(150),
+        type=_at_least(LEAST),
         metavar="N",
         help="iterations of each training (default: 500, or 1200 for many faults)",
     )

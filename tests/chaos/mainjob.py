@@ -11,9 +11,11 @@ from pathlib import Path
 
 from megatron.fill.errors import FillError
 from tests.chaos.clock import JumpingClock
-from tests.chaos.training import ChaosTraining
+from tests.chaos.training import RESTED, ChaosTraining
 
-_WARM, _NEAR_END = 15, 60  # iterations at either end of a training in which the driver leaves agents and store alone
+# Iterations at either end of a training in which the driver leaves agents and store alone.
+_WARM, _NEAR_END = 15, 20 if RESTED else 60
+LEAST = 90 + _NEAR_END  # iterations of a training, or hardly a fault would find the time
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
 _FLAGS = shlex.split(

@@ -20,8 +20,10 @@ from tests.e2e.training import MODEL, losses
 from tests.e2e.warm import REST
 
 RANKS = 2
-# Wider than in other tests: its iterations are long enough for the faults to meet them.
-_MODEL = (*MODEL.split(), "--hidden-size", "128")
+RESTED = REST in os.environ  # the ranks rest after each iteration, which then lasts three times as long
+# Wider than in other tests, and its sequences longer: its iterations are long enough for the faults to meet them.
+_LONG = ("--hidden-size", "128", "--seq-length", "64", "--max-position-embeddings", "64", "--global-batch-size", "8")
+_MODEL = (*MODEL.split(), *(() if RESTED else _LONG))
 _ITERATION = re.compile(rb"iteration +(\d+)/")
 _TAIL_BYTES = 4096
 _READ_S = 3.0

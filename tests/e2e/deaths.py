@@ -47,7 +47,7 @@ def kill(running: Running) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-    running.process.wait(60)
+    running.process.wait(240)
 
 
 class Fate(NamedTuple):
@@ -112,8 +112,8 @@ def die(folder: Path, fates: Sequence[Fate], checkpoint_s: float = 1.0, seed: in
             time.sleep(max(draw.uniform(0, 3 * checkpoint_s), earliest_s - time.monotonic()))
             if kind == "rank":
                 os.kill(draw.choice(running.ranks()), signal.SIGKILL)
-                running.process.wait(60)
-                until(lambda: not processes(str(folder)), 60)
+                running.process.wait(240)
+                until(lambda: not processes(str(folder)))
             else:
                 kill(running)
             died_ns, before = time.monotonic_ns(), _steps(running)

@@ -28,8 +28,8 @@ from tests.support.waiting import until
 
 NODES = 3
 _MODEL = (
-    "--pipeline-model-parallel-size 3 --num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 12 --lr 1e-3 --lr-decay-style constant "
+    "--pipeline-model-parallel-size 3 --num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 6 --lr 1e-3 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
     "--log-interval 1 --tensorboard-log-interval 1 --exit-signal-handler"
 )

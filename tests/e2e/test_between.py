@@ -40,7 +40,7 @@ def test_jobs_go_on_until_the_ranks_are_back_and_the_losses_stay_the_same(tmp_pa
         first.wait_for_jobs({"one": stepped, "two": stepped})
         first.wait(lambda: first.iterations >= 6)
         os.kill(first.ranks()[1], signal.SIGKILL)
-        first.process.wait(60)
+        first.process.wait(240)
         go_on(first, 20)
         ranks = last_segment(folder / "run").between
         until(lambda: any(job.steps for its in ranks().values() for job, _ in its.attempts()))
@@ -57,8 +57,10 @@ def test_jobs_go_on_until_the_ranks_are_back_and_the_losses_stay_the_same(tmp_pa
         assert segment["between_steps"] > 0
         assert segment["between_s"] > 0
         go_on(first, 1)
-        subprocess.run([*CLI, "kill", str(folder / "run")], check=True, stdout=subprocess.DEVNULL)
-        until(lambda: not processes(str(folder)), 20)
+        # On a busy machine it says, with 1, that not all have heard of it yet: they do, or these waits fail.
+        done = subprocess.run([*CLI, "kill", str(folder / "run")], check=False, stdout=subprocess.DEVNULL)
+        assert done.returncode in (0, 1)
+        until(lambda: not processes(str(folder)))
         assert {job.state for job in first.store.list()} == {"QUEUED"}
     finally:
         for training in (first, second):

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.training import REST_MS, ROOT, SCRIPT, processes
 from tests.e2e.warm import REST
 
-TRAINED = 150  # iterations: the rests make them last as long as more would
+TRAINED = 110  # iterations: the rests make them last as long as more would
 # One of each way that the tasks of the other end-to-end tests have not: a worker that is stopped, or that hangs where
 # Python cannot be interrupted; a checkpoint that is damaged; a write to the rank's own pages, and a call on the rank;
 # the world around; the operator.  `python -m tests.chaos` knows many more.

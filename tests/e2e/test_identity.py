@@ -14,7 +14,8 @@ JOBS = ({"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin",
 GOT_ON = {"a": stepped, "b": stepped}
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
 # Megatron wants more than two stages to interleave without overlapping the transfers.
-BLOCKING = f"{INTERLEAVED} --no-overlap-p2p-communication --pipeline-model-parallel-size 4 --num-layers 8"
+FOUR_STAGES = "--pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 8"
+BLOCKING = f"{INTERLEAVED} --no-overlap-p2p-communication {FOUR_STAGES}"
 SCHEDULES = {
     "1f1b": ("", ""),
     "gpipe": ("--fill-pipeline-schedule gpipe", ""),

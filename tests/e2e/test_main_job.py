@@ -199,10 +199,10 @@ def test_a_crash_leaves_nothing_behind(tmp_path, victim):
             running.process.terminate()
         else:
             os.kill(running.ranks()[1], signal.SIGKILL)
-        running.process.wait(60)
+        running.process.wait(240)
     finally:
         running.process.kill()
-    until(lambda: not processes(str(tmp_path)), 60)
+    until(lambda: not processes(str(tmp_path)))
     assert not list(shared_memory.iterdir())
 
 

@@ -16,7 +16,8 @@ from tests.e2e.training import REST_MS, SCRIPT, Trained, train, write_jobs
 EVERY, ITERATIONS = 2, 24
 NAPS = {"name": "a", "task": "tasks:Naps"}, {"name": "b", "task": "tasks:Naps"}
 SLOW = ("-m", "pipefill_patches", "tests/e2e/slow_storage.py", SCRIPT)
-FLAGS = f"--save {{folder}}/model --save-interval {EVERY} --ckpt-format torch --num-workers 0"
+SLOWLY = "--num-workers 0 --global-batch-size 8"  # many samples, which slow_storage.py makes late, in each iteration
+FLAGS = f"--save {{folder}}/model --save-interval {EVERY} --ckpt-format torch {SLOWLY}"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_slow_batches_are_filled(trained):
 
 def test_waits_for_a_late_replica_are_filled_and_the_losses_stay(tmp_path):
     with_jobs, without = tmp_path / "with", tmp_path / "without"
-    flags, found = "--pipeline-model-parallel-size 1 --num-workers 0", []
+    flags, found = f"--pipeline-model-parallel-size 1 {SLOWLY}", []
     for folder in (with_jobs, without):
         folder.mkdir()
         jobs = f"{write_jobs(folder, *NAPS)} --fill-max-slowdown 0" if folder is with_jobs else ""

@@ -20,7 +20,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     path = folders["ordered"] / "order.json"
     path.write_text(json.dumps({"order": ORDER}), encoding="utf-8")
     flags = {"default": "", "ordered": f"--fill-rank-order {path}"}
-    profile = "--fill-profile-only --fill-report {folder}/run"
+    profile = "--global-batch-size 8 --fill-profile-only --fill-report {folder}/run"
     return {name: train(folder, f"{profile} {flags[name]}", ITERATIONS, ranks=4) for name, folder in folders.items()}
 
 

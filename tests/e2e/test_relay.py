@@ -69,7 +69,7 @@ write_rank(FOLDER / f"host{{recorder.info.rank}}.json", recorder.record())
 def test_the_relay_sees_what_a_listener_in_the_rank_sees(tmp_path: Path, flags: str):
     script = tmp_path / "relayed.py"
     script.write_text(RELAYED, encoding="utf-8")
-    train(tmp_path, flags, iterations=4, script=(str(script),))
+    train(tmp_path, f"{flags} --global-batch-size 8", iterations=4, script=(str(script),))
     for rank in range(2):
         relayed, host = (read_rank(tmp_path / f"{of}{rank}.json") for of in ("relay", "host"))
         bubbles = [[one for one in record.bubbles if one.kind in PIPELINE_KINDS] for record in (relayed, host)]

@@ -28,10 +28,10 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-# Without the group of flags after --: one core per stage makes an iteration of about 40 ms, a third of it bubbles.
+# One core per stage makes an iteration of about 20 ms, half of it bubbles.
 MODEL = (
-    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
     "--log-interval 1 --tensorboard-log-interval 1"
 )
@@ -264,7 +264,7 @@ class Running:
         specs = sorted((self.folder / "run" / "agents").glob("spec*.json"))
         return [json.loads(spec.read_text())["parent"] for spec in specs]
 
-    def end(self, seconds: float = 60) -> Trained:
+    def end(self, seconds: float = 240) -> Trained:
         """Ask the training to end, as SLURM does, and wait so long for it."""
         for pid in self.ranks():
             os.kill(pid, signal.SIGTERM)

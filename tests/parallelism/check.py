@@ -41,7 +41,10 @@ from tests.e2e.training import (
 )
 from tests.parallelism.rows import ROWS, TENSOR, Row, at, unmet
 
-FLAGS = "--num-layers 2 --hidden-size 32 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
+    "--global-batch-size 8"
+)
 ITERATIONS = 10  # at least
 PROBE = "tests/parallelism/probe.py"
 
@@ -151,8 +154,9 @@ def model(row: Row) -> list[str]:
     """The model's flags, but those that the row does without, and the row's."""
     words = [*MODEL.split(), *FLAGS.split()]
     for name in row.without:
-        place = words.index(name)
-        del words[place : place + 2]
+        while name in words:
+            place = words.index(name)
+            del words[place : place + 2]
     return [*words, *shlex.split(row.flags)]
 
 

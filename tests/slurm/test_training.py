@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 SCRIPT = str(ROOT / "scripts" / "train_slurm.sh")
 NOTICED = "--exit-signal-handler --exit-signal SIGUSR2"
 ITERATIONS = 120
+LONGER = f"{MODEL} --seq-length 64 --max-position-embeddings 64 --global-batch-size 8"  # iterations than of others
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def slurm() -> Iterator[PrivateSlurm]:
 
 def submit(slurm: PrivateSlurm, folder: Path, flags: str, *options: str, iterations: int = ITERATIONS) -> str:
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
-    arguments = [*MODEL.split(), *logs, *flags.split()]
+    arguments = [*LONGER.split(), *logs, *flags.split()]
     return slurm.submit(
         *(options or ("-c", "2")),
         SCRIPT,
@@ -68,7 +69,7 @@ def write(folder: Path, *entries: dict[str, object]) -> str:
 
 
 def test_a_training_that_is_interrupted_three_times_is_as_one_that_was_not(slurm, tmp_path):
-    reference = train(tmp_path / "reference", iterations=ITERATIONS, script=UPSTREAM)
+    reference = train(tmp_path / "reference", iterations=ITERATIONS, script=UPSTREAM, model=LONGER)
     folder = tmp_path / "work"
     folder.mkdir()
     flags = write(folder, spin("short", 3), spin("long", 10**9), {"name": "command", "command": ["sleep", "100000"]})
