@@ -189,7 +189,7 @@ class WorkerRecord:
     # Longest time of each callback but ``run_next_step()``, in ns; only of calls that returned.
     callbacks: dict[str, int] = field(default_factory=dict)
     partial_work: float = 0.0  # part of ``work_done`` that no checkpoint covers, of an iteration that had not ended
-    older_uses: int = 0  # number of its uses before those
+    older_uses: int = 0  # number of its uses before ``uses``
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from tests.e2e.training import ROOT, SCRIPT, train
 RELAYED = f"""
 import os, runpy, sys
 from pathlib import Path
-from types import SimpleNamespace
 sys.path.insert(0, {str(ROOT)!r})
 import pipefill_patches
 from megatron.fill.attached import attached
