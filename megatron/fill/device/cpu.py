@@ -11,10 +11,9 @@ import time
 from megatron.fill.device.port import Limits
 from megatron.fill.display import mib
 from megatron.fill.linux import tree
-from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home
+from megatron.fill.linux.cgroup import Cgroup, CgroupHome, MemoryGroup, find_home, memory_groups
 from megatron.fill.linux.held import Held, HeldMemory
 from megatron.fill.linux.host import FreeHostMemory
-from megatron.fill.linux.memorygroup import MemoryGroup, memory_groups
 from megatron.fill.linux.oom import OomLog
 from megatron.fill.linux.procsettings import ProcSettings
 from megatron.fill.linux.reap import end_all

@@ -1,4 +1,4 @@
-"""A control group (v2) for each worker, if this process may create one.
+"""A control group (v2) for each worker, if this process may create one, and those that limit this process's memory.
 
 The parent of the workers' groups is, in this order of preference:
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron.fill.linux.proc import numbers, text
 _NAME = re.compile(r"[\w.-]+")
 _PREFIX = "pipefill-"
 _STALE_S = 60.0  # a group that is empty for longer than a worker takes to start was left by a killed agent
+_NO_LIMIT = 1 << 62  # version 1 reports "no limit" as a number a little below 2**63
 _REMOVE_S = 0.5  # time that killed processes may take to leave it; ``kill`` waits for that
 
 
@@ -217,3 +219,41 @@ def _sweep(home: Path) -> None:
         with contextlib.suppress(OSError):  # it holds processes, or another process removed it first
             if time.time() - group.stat().st_mtime > _STALE_S:
                 group.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """A control group that can limit memory, of version 1 or 2."""
+
+    path: Path
+    version_1: bool
+
+    def room_bytes(self) -> int:
+        """The bytes that the group may still take; ``sys.maxsize`` without a limit.
+
+        File pages not used recently count as available, since the kernel reclaims them.  The limit is read each time,
+        since it may change.
+        """
+        stat = numbers(self.path / "memory.stat")
+        if self.version_1:
+            # The limit of a parent group that is not visible from here is in the group's own statistics.
+            limits = [self._number("memory.limit_in_bytes"), stat.get("hierarchical_memory_limit")]
+            used, idle = self._number("memory.usage_in_bytes"), "total_inactive_file"  # of child groups too
+        else:
+            limits, used, idle = [self._number("memory.max")], self._number("memory.current"), "inactive_file"
+        cap = min((limit for limit in limits if limit is not None), default=sys.maxsize)
+        return sys.maxsize if cap >= _NO_LIMIT else max(0, cap - (used or 0) + stat.get(idle, 0))
+
+    def _number(self, file: str) -> int | None:
+        number = text(self.path / file).strip()
+        return int(number) if number.isdigit() else None
+
+
+def memory_groups(proc: Path = Path("/proc")) -> list[MemoryGroup]:
+    """This process's group and the groups above it that can limit memory, of both versions."""
+    found = []
+    for controller, limit in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        own = own_group(proc, controller)
+        if not isinstance(own, str):
+            found += [MemoryGroup(at, bool(controller)) for at in (own, *own.parents) if (at / limit).exists()]
+    return found

@@ -21,7 +21,7 @@ from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.landlock import enter_rules
 from megatron.fill.sandbox.naming import hand_over
 from megatron.fill.sandbox.powers import bar_powers, become, forgo_privileges, give_up_powers, hide_memory
-from megatron.fill.sandbox.seccomp import Uncounted, load_filter
+from megatron.fill.sandbox.seccomp import load_filter
 
 # Namespaces in the order of their creation; each is a layer that ``probe`` names.
 _FLAGS = {
@@ -108,10 +108,8 @@ def give_everything_up(sandbox: Sandbox, names: socket.socket | None = None) -> 
     hide_memory(False)  # the change of user has made the process unreadable, also to the job
     if "system calls" not in sandbox.without:
         asked = None if names is None else partial(hand_over, names)
-        uncounted = Uncounted.ALL_BUT_SHARED_REFUSED if sandbox.devices else Uncounted.REFUSED
-        if "uncounted memory" in sandbox.without:
-            uncounted = Uncounted.ALLOWED
-        lacking.append(load_filter(uncounted, asked))
+        counted = "uncounted memory" not in sandbox.without
+        lacking.append(load_filter(counted, bool(sandbox.devices), asked))
     if len(os.listdir("/proc/self/task")) > 1:
         lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
     return [reason for reason in lacking if reason]

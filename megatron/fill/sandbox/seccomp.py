@@ -13,7 +13,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -70,28 +69,18 @@ _SOCKETS = (*range(3, 10), *range(11, 16))
 _LAST_SOCKET = 16
 
 
-class Uncounted(Enum):
-    """Memory that no watch can count, as a filter treats it."""
-
-    ALLOWED = "allowed"
-    ALL_BUT_SHARED_REFUSED = "refused, except shared memory without a file, which CUDA's driver may use"
-    REFUSED = "refused"
-
-
 class _Condition(ctypes.Structure):
     _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
-def load_filter(
-    uncounted: Uncounted = Uncounted.ALLOWED,
-    asked: Callable[[int], None] | None = None,
-) -> str:
+def load_filter(counted: bool, shared: bool, asked: Callable[[int], None] | None) -> str:
     """Refuse those calls for this thread and all that it starts, permanently.
 
     ``no_new_privs`` must have been set.
 
     Args:
-        uncounted: the filter's treatment of memory that no watch can count.
+        counted: True to refuse memory that no watch can count.
+        shared: True to allow shared memory without a file all the same, which CUDA's driver may use.
         asked: called with a descriptor on which the kernel asks about each file opened for writing (``naming``); None
             to not ask.
 
@@ -108,8 +97,8 @@ def load_filter(
     try:
         library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version without it is only slower
         _add_rules(library, context)
-        if uncounted is not Uncounted.ALLOWED:
-            _add_uncounted(library, context, shared=uncounted is Uncounted.REFUSED)
+        if counted:
+            _add_uncounted(library, context, shared)
         if asked is not None and _can_ask(library):
             _add_questions(library, context)
         if code := library.seccomp_load(context):
@@ -176,14 +165,14 @@ def _refuse(
 def _add_uncounted(library: Any, context: int, shared: bool) -> None:
     """Refuse memory that exists without being mapped by a process or being a file in a file system."""
     refuse = partial(_refuse, library, context)
-    for call in (*_SYSTEM_V, *_UNCOUNTED, *(("memfd_create",) if shared else ())):
+    for call in (*_SYSTEM_V, *_UNCOUNTED, *(() if shared else ("memfd_create",))):
         refuse(call, code=errno.ENOSYS)  # so that libraries fall back
     refuse("mmap", (3, _MASKED_EQUAL, _MAP_HUGE, _MAP_HUGE), code=errno.ENOMEM)  # as if no huge pages were reserved
     refuse("fcntl", (1, _EQUAL, _SET_PIPE_SIZE, 0))
     for option in _BUFFER_SIZES:  # reported as success (0): the kernel, too, silently gives less than asked for
         refuse("setsockopt", (1, _EQUAL, _OF_SOCKET, 0), (2, _EQUAL, option, 0), code=0)
     refuse("prctl", (0, _EQUAL, _SET_DUMPABLE, 0), (1, _EQUAL, 0, 0))  # its open files must stay countable
-    if shared:
+    if not shared:
         refuse("mmap", (3, _MASKED_EQUAL, _MAP_KIND, _MAP_SHARED_ANONYMOUS))
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
 from megatron.fill.device.port import Limits
-from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home
-from megatron.fill.linux.memorygroup import memory_groups
+from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home, memory_groups
 
 MIB = 2**20
 
