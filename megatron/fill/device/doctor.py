@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,10 +52,7 @@ class Diagnosis:
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Diagnose a machine from the facts found on it."""
-    cuda = bool(facts.gpus)
-    bindings = [_cpu_memory(facts), *([_gpu_memory(facts)] if cuda else []), _processes(facts)]
-    bindings += [*([_multiprocessors(facts)] if cuda else []), _sharing(facts), _kill(facts)]
-    return Diagnosis(_abilities(facts), [*bindings, _cores(facts)], _notes(facts))
+    return Diagnosis(_abilities(facts), list(_bindings(facts)), _notes(facts))
 
 
 def _abilities(facts: Facts) -> list[Ability]:
@@ -86,12 +84,30 @@ def _for_jobs(facts: Facts) -> list[Ability]:
     ]
 
 
-def _cpu_memory(facts: Facts) -> Binding:
-    if facts.cgroup.binds_memory:
-        return Binding("CPU memory", "memory.max over the whole worker, and RLIMIT_DATA per process")
-    return Binding(
-        "CPU memory", "RLIMIT_DATA per process, and a watch over their sum, 5 times a second", _why_no_group(facts)
-    )
+def _bindings(facts: Facts) -> Iterator[Binding]:
+    home = facts.cgroup
+    no_group = home.why or "the control group lacks the controller"
+    if home.binds_memory:
+        yield Binding("CPU memory", "memory.max over the whole worker, and RLIMIT_DATA per process")
+    else:
+        yield Binding("CPU memory", "RLIMIT_DATA per process, and a watch over their sum, 5 times a second", no_group)
+    if facts.gpus:
+        yield _gpu_memory(facts)
+    if home.binds_processes:
+        yield Binding("processes", "pids.max")
+    else:
+        yield Binding("processes", "a count, 5 times a second, and RLIMIT_NPROC", no_group)
+    if facts.gpus:
+        yield _multiprocessors(facts)
+    yield _sharing(facts)
+    if home.path is not None:
+        yield Binding("kill", "cgroup.kill, then all descendants")
+    else:
+        yield Binding("kill", "all descendants, stopped first", home.why)
+    if facts.idle_class:
+        yield Binding("cores", "the idle scheduling class, on the rank's own cores")
+    else:
+        yield Binding("cores", "pinning only", "the idle scheduling class is refused here")
 
 
 def _gpu_memory(facts: Facts) -> Binding:
@@ -114,12 +130,6 @@ def _why_no_dmem(facts: Facts) -> str:
     return "no dmem.max for a worker: no driver has registered device memory (Linux 6.14, NVIDIA from r615)"
 
 
-def _processes(facts: Facts) -> Binding:
-    if facts.cgroup.binds_processes:
-        return Binding("processes", "pids.max")
-    return Binding("processes", "a count, 5 times a second, and RLIMIT_NPROC", _why_no_group(facts))
-
-
 def _multiprocessors(facts: Facts) -> Binding:
     obstacle = _mps_obstacle(facts)
     uses = "a green context, where driver and PyTorch have them"
@@ -138,18 +148,6 @@ def _sharing(facts: Facts) -> Binding:
     if not facts.gpus:
         return Binding("sharing", "the cores' scheduler", why)
     return Binding("sharing", "time-slicing" if mode is Sharing.TIMESLICE else "MPS", why)
-
-
-def _kill(facts: Facts) -> Binding:
-    if facts.cgroup.path is not None:
-        return Binding("kill", "cgroup.kill, then all descendants")
-    return Binding("kill", "all descendants, stopped first", facts.cgroup.why)
-
-
-def _cores(facts: Facts) -> Binding:
-    if not facts.idle_class:
-        return Binding("cores", "pinning only", "the idle scheduling class is refused here")
-    return Binding("cores", "the idle scheduling class, on the rank's own cores")
 
 
 def _notes(facts: Facts) -> list[str]:
@@ -176,10 +174,6 @@ def _notes(facts: Facts) -> list[str]:
     if "cpu" in facts.cgroup.controllers:
         notes.append("the worker's group has the idle class as a whole (cpu.idle), the watcher of a command too")
     return notes
-
-
-def _why_no_group(facts: Facts) -> str:
-    return facts.cgroup.why or "the control group lacks the controller"
 
 
 def _mps_obstacle(facts: Facts) -> str:
