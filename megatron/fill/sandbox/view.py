@@ -120,7 +120,7 @@ def _closed_runs(sandbox: Sandbox) -> list[str]:
     it."""
     if "run folder" in sandbox.without:
         return []
-    needed = {os.path.realpath(path) for path in (*_programs(), *(bind.path for bind in sandbox.binds))}
+    needed = set(map(os.path.realpath, _needed(sandbox)))
     runs = {os.path.realpath(run) for run in sandbox.runs}
     return [*(runs - needed), *(f"{run}/{part}" for run in runs & needed for part in PARTS)]
 
@@ -128,7 +128,7 @@ def _closed_runs(sandbox: Sandbox) -> list[str]:
 def _wanted(sandbox: Sandbox, hidden: list[str]) -> dict[str, bool]:
     """The paths to mount; the value is True if the job may write there."""
     wanted: dict[str, bool] = {}
-    for path in (*_programs(), *_SEEN_ALL_THE_SAME, *(bind.path for bind in sandbox.binds)):
+    for path in (*_needed(sandbox), *_SEEN_ALL_THE_SAME):
         real = os.path.realpath(path)
         # A path outside of hidden folders is visible anyway, and one above a hidden folder would make it visible again.
         if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden) and _open_to(real, sandbox):
@@ -140,10 +140,11 @@ def _open_to(path: str, sandbox: Sandbox) -> bool:
     return sandbox.user is None or not os.path.isdir(path) or may_enter(Path(path), sandbox.user, sandbox.group)
 
 
-def _programs() -> list[str]:
-    """The folders of this interpreter and its modules."""
+def _needed(sandbox: Sandbox) -> list[str]:
+    """The folders of this interpreter and its modules, and the paths that the job is given besides its folder."""
     ours = [str(Path(place).parents[1]) for place in megatron.fill.__path__]
-    return [sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, sys.path), *ours]
+    programs = [sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, sys.path), *ours]
+    return [*programs, *(bind.path for bind in sandbox.binds)]
 
 
 def _closed_folders(sandbox: Sandbox) -> list[str]:
@@ -154,7 +155,7 @@ def _closed_folders(sandbox: Sandbox) -> list[str]:
     if sandbox.user is None:
         return []
     found = set()
-    for path in (*_programs(), *(bind.path for bind in sandbox.binds), *sandbox.writable):
+    for path in (*_needed(sandbox), *sandbox.writable):
         place = Path(os.path.realpath(path))
         # A needed folder may be closed itself, while needed paths below it are not.
         for folder in [*reversed(place.parents), *([place] if place.is_dir() else [])]:

@@ -216,8 +216,8 @@ class TrainingJob(ModelJob):
         """The sizes of microbatches that can occur, the usual one first."""
         if length is None:
             return [size]
-        full = [size] if length >= size else []
-        return [*full, *([length % self._batch_size % size] if length % self._batch_size % size else [])]
+        rest = length % self._batch_size % size
+        return ([size] if length >= size else []) + ([rest] if rest else [])
 
     def _try(self, count: int) -> Any:
         """Split the model for ``count`` samples, and run it forward and backward once."""
