@@ -82,7 +82,7 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
     asked = json.dumps([user, group, why_same_user, network])
     try:
         return SandboxSupport.from_json(ask("megatron.fill.sandbox.probe", asked, _LOOK_S))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # something else may print, too
         raise SandboxError(f"what this machine has for keeping jobs in cannot be found out: {error}") from None
 
 
