@@ -32,10 +32,10 @@ def text(path: str | Path) -> str:
 def numbers(path: str | Path) -> dict[str, int]:
     """The first number behind each name (``anon 4096``, ``VmSwap: 4 kB``), in the file's units."""
     found = {}
-    for line in text(path).splitlines():
-        words = line.replace(":", " ", 1).split(maxsplit=2)
+    for line in read(path).split(b"\n"):  # the only end of a line that a process cannot have in its name there
+        words = line.replace(b":", b" ", 1).split(maxsplit=2)
         if len(words) > 1 and words[1].isdigit():
-            found[words[0]] = int(words[1])
+            found[words[0].decode(errors="replace")] = int(words[1])
     return found
 
 

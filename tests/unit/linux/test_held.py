@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.linux.held import Held, HeldMemory, private_bytes
+from megatron.fill.linux.proc import numbers
 from megatron.fill.linux.procsettings import ProcSettings
 
 MIB = 2**20
@@ -186,3 +187,10 @@ def test_it_is_put_back_in_the_real_proc():
         "it changed its own standing: the nice value of its session was 19, expected 0",
         "as before",
     ], done.stderr
+
+
+def test_a_name_cannot_pretend_to_be_a_number_of_the_kernel_s(tmp_path):
+    status = tmp_path / "status"
+    status.write_bytes(b"Name:\ta\x0cVmPTE: 7\rThreads 8\x85b\nVmSwap:\t       4 kB\nanon 4096\nSeccomp:\n")
+    assert numbers(status) == {"VmSwap": 4, "anon": 4096}
+    assert numbers(tmp_path / "gone") == {}
