@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fill.device import Limits, MpsDaemon, Sharing, cuda, open_device
+from megatron.fill.device import Limits, MpsDaemon, cuda, open_device
 from megatron.fill.device.cuda import CudaDevice
 from megatron.fill.device.mps import PROGRAM
 
@@ -98,7 +98,7 @@ def test_mps_caps_a_client_s_memory_and_takes_it_off_the_gpu(tmp_path: Path):
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     daemon = MpsDaemon.start(tmp_path, [uuid], os.getpid())
     try:
-        device = open_device("cuda:0", Sharing.MPS, daemon, uuid)
+        device = open_device("cuda:0", daemon, uuid)
         limiter = device.limiter(Limits(memory_bytes=1024 * MIB), f"gpu-{os.getpid()}")
         environment = {k: v for k, v in limiter.environment.items() if k != "PYTORCH_ALLOC_CONF"}
         code = (

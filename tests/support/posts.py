@@ -18,7 +18,6 @@ from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.watch import Judge
 from megatron.fill.agent.workers import WorkerPool
-from megatron.fill.device import Sharing
 from megatron.fill.device.cpu import CpuDevice
 from megatron.fill.device.port import WorkerDevice
 from megatron.fill.linux.tree import OWN, children
@@ -108,7 +107,6 @@ class Post:
             "margin_bytes": 0,
             "processes": 256,
             "files": 1024,
-            "sharing": Sharing.TIMESLICE,
             "mps_pipe": None,
             "sm_percentage": 100,
         }

@@ -201,7 +201,7 @@ class Agent:
 
     def _context(self, spec: AgentSpec, name: str, dead: list[int]) -> AgentContext:
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
-        device = open_device(spec.device, spec.sharing, mps, spec.device_uuid, spec.parent)
+        device = open_device(spec.device, mps, spec.device_uuid, spec.parent)
         # A worker gives memory back between two steps, and a step may run beyond its bubble for the grace period.
         memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()

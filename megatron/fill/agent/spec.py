@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.agent.admission import JobUser
-from megatron.fill.device import Sharing
 from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
 from megatron.fill.types import Quota
@@ -45,7 +44,6 @@ class AgentSpec(Spec):
     margin_bytes: int  # device memory that the jobs leave free beyond the training's peak
     processes: int
     files: int
-    sharing: Sharing
     mps_pipe: str | None  # pipe directory of the MPS daemon that the rank uses; None without MPS
     sm_percentage: int
     metrics: dict[str, Any] | None = None  # the setting ``metrics``; None for none

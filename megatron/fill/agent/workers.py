@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.fill.agent.admission import environment, job_variables
 from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ranking import Resident
-from megatron.fill.device.port import Limits
+from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.folders import run_of
 from megatron.fill.linux import reap, safefile
 from megatron.fill.linux.isolated import program
@@ -232,7 +232,7 @@ def write_spec(
         # A job could bring its own module with an allowed name, so an allowed module must be installed.
         work=replace(job.work, search=()) if agent.allow else job.work,
         limits=limits,
-        sharing=agent.sharing,
+        sharing=Sharing.TIMESLICE if agent.mps_pipe is None else Sharing.MPS,
         env={name: value for name, value in job.work.env.items() if name not in fixed}
         | job_variables(job, agent.run_dir, directory),
     )

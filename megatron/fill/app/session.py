@@ -96,13 +96,10 @@ class Session:
             self.close()
             raise
 
-    @property
-    def _sharing(self) -> Sharing:
-        return Sharing.TIMESLICE if self.mps is None else Sharing.MPS
-
     def _listen(self) -> HostListening | RelayedListening:
         record = rank_file(self.segment.resolve(), self.info.rank)  # absolute, since the script may change its folder
-        sharing = None if self.info.device == "cpu" else self._sharing
+        by = Sharing.TIMESLICE if self.mps is None else Sharing.MPS
+        sharing = None if self.info.device == "cpu" else by
         spec = rank_spec(self.settings, self.info, record, sharing)
         pages = self.gate, self.board, self.control
         if sharing is None:
@@ -180,7 +177,6 @@ class Session:
             margin_bytes=self._margin_bytes,
             processes=settings.max_processes,
             files=settings.max_files,
-            sharing=self._sharing,
             mps_pipe=None if self.mps is None else str(self.mps.pipe),
             sm_percentage=settings.sm_percentage,
             metrics=None if settings.metrics is None else settings.metrics.model_dump(exclude_none=True),

@@ -12,28 +12,22 @@ __all__ = ["DeviceError", "Limiter", "Limits", "MpsDaemon", "Sharing", "WorkerDe
 
 
 def open_device(
-    name: str,
-    sharing: Sharing = Sharing.TIMESLICE,
-    mps: MpsDaemon | None = None,
-    uuid: str | None = None,
-    rank: int | None = None,
+    name: str, mps: MpsDaemon | None = None, uuid: str | None = None, rank: int | None = None
 ) -> WorkerDevice:
     """Open the device ``cpu`` or ``cuda:N``.
 
     Args:
-        mps: daemon that the rank uses; required for sharing by MPS.
+        mps: daemon that the rank uses; None for time-slicing.
         uuid: UUID of the GPU, if the rank knows it.
         rank: pid of the training's process on the device; None for this process.
 
     Raises:
-        DeviceError: there is no such device, or no daemon for MPS.
+        DeviceError: there is no such device.
     """
     if name == "cpu":
         from megatron.fill.device.cpu import CpuDevice
 
         return CpuDevice()
-    if sharing is Sharing.MPS and mps is None:
-        raise DeviceError(f"{name}: sharing by MPS needs its daemon")
     from megatron.fill.device.cuda import CudaDevice
 
-    return CudaDevice(name, mps if sharing is Sharing.MPS else None, uuid, rank=rank)
+    return CudaDevice(name, mps, uuid, rank=rank)
