@@ -46,12 +46,11 @@ class Fact(IntEnum):
     ITERATION_STARTED = 1  # number: the iteration; free_bytes: bytes missing in the training's own memory margin
     ITERATION_ENDED = 2
     CYCLE_STARTED = 3  # text: the schedule; index: microbatches; number: chunks, negative for forward only
-    CYCLE_ENDED = 4
-    BUBBLE_OPENED = 5  # text: the kind; index: place in the cycle; free_bytes: free memory announced, negative if none
-    BUBBLE_CLOSED = 6
-    COMPUTED = 7  # text: forward or backward
-    DISTURBED = 8  # text: the cause
-    END = 9  # the training is over
+    BUBBLE_OPENED = 4  # text: the kind; index: place in the cycle; free_bytes: free memory announced, negative if none
+    BUBBLE_CLOSED = 5
+    COMPUTED = 6  # text: forward or backward
+    DISTURBED = 7  # text: the cause
+    END = 8  # the training is over
 
 
 @dataclass(frozen=True, slots=True)
