@@ -57,7 +57,6 @@ def test_interrupted_and_resumed_is_uninterrupted(tmp_path, folder):
         except StopIteration:
             break
         state = machine.state_dict()
-    print("BEGUN", begun)
     assert begun >= 3
     whole, parts = read(tmp_path / "whole/embeddings.parquet"), read(tmp_path / "parts/embeddings.parquet")
     assert list(whole) == list(parts)
