@@ -51,11 +51,15 @@ def map_log(fd: int) -> memoryview:
     return memfd.map_page(fd, _BYTES, writable=True)[0]
 
 
-class _Count:
-    """A word of the log as a whole number; one that is too large is read as 0."""
+class _Word:
+    """A word of the log, ``at`` that index."""
 
     def __init__(self, at: int) -> None:
         self._at = at
+
+
+class _Count(_Word):
+    """A word of the log as a whole number; one that is too large is read as 0."""
 
     def __get__(self, log: StepLog, kind: object = None) -> int:
         return log._count(self._at)
@@ -64,11 +68,8 @@ class _Count:
         log._words[self._at] = value
 
 
-class _Amount:
+class _Amount(_Word):
     """A word of the log as an amount; one that is not finite or too large is read as 0."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
 
     def __get__(self, log: StepLog, kind: object = None) -> float:
         return log._amount(self._at)
@@ -77,11 +78,8 @@ class _Amount:
         log._floats[self._at] = value
 
 
-class _Known:
+class _Known(_Word):
     """A word of the log as an amount, or None as long as it is 0."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
 
     def __get__(self, log: StepLog, kind: object = None) -> float | None:
         return log._amount(self._at) or None

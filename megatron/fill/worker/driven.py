@@ -226,7 +226,7 @@ class _Workload:
     def tell(self, **what: Any) -> None:
         """Send a report to the worker; a signal's pause is delayed, since its report would be mixed into this one.
 
-        A process that the task has forked tells nothing: what it was given to do is told by nobody twice.
+        In a process that the task has forked it does nothing, so that no report is sent twice.
         """
         if os.getpid() != self._pid:
             return
