@@ -14,14 +14,15 @@ from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read
 from megatron.fill.report.account import account, account_records, timers
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
-from megatron.fill.report.idle import print_account, print_timers
+from megatron.fill.report.idle import print_account, print_timers, print_waits
 from megatron.fill.report.jobs import Ask, job_reports
-from megatron.fill.report.schema import Report
+from megatron.fill.report.schema import RankCycle, Report
 from megatron.fill.report.seen import seen
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
 from megatron.fill.report.trace import write_trace
-from megatron.fill.report.window import Drawn, choose_drawn
+from megatron.fill.report.waits import waits
+from megatron.fill.report.window import MANY, Drawn, choose_drawn
 from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 
 __all__ = ["Ask", "Report", "compose", "print_report", "profile"]
@@ -71,11 +72,14 @@ def compose(
         raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
     report = builder.report(segments, job_reports(segments, jobs, ask), prices, left, between)
     try:
+        drawn = choose_drawn(builder.segments)
+        ranks, workers = ([], []) if drawn is None else _drawn(files[drawn.segment], drawn.ranks)
+        report = report.model_copy(update={"waits": waits(ranks)})
         write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
-        ranks, workers = _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
+        _draw(run_dir, report, segments, drawn, ranks, workers)
         if page is not None:
-            drawn = ranks, workers, segments[-1].trace_iterations
-            page(report, [its for ranks in files.values() for its in ranks.values()], jobs, drawn)
+            shown = ranks, workers, segments[-1].trace_iterations
+            page(report, [its for ranks in files.values() for its in ranks.values()], jobs, shown)
     except OSError as error:
         raise FillError(f"{run_dir}: the report cannot be written there: {error.strerror or error}") from error
     finally:
@@ -113,33 +117,38 @@ def _between(segment: Segment) -> list[JobRecord]:
     return [replace(job, harvested_s=worker.alone_ns / 1e9) for job, worker in attempts]
 
 
+def _drawn(files: Mapping[int, RankFiles], ranks: Sequence[int]) -> tuple[list[RankRecord], list[WorkerRecord]]:
+    """Return the records of these ranks and of their workers, with spans and steps."""
+    records, workers = list[RankRecord](), list[WorkerRecord]()
+    for rank in ranks:
+        record = files[rank].record()
+        if record is not None:
+            records.append(record)
+            workers += [worker for _, worker in files[rank].attempts()]
+    return records, workers
+
+
 def _draw(
     run_dir: Path,
     report: Report,
-    segments: list[Segment],
-    files: Mapping[int, Mapping[int, RankFiles]],
+    segments: Sequence[Segment],
     drawn: Drawn | None,
-) -> tuple[list[RankRecord], list[WorkerRecord]]:
-    """Write trace and picture, and return the records that they show."""
-    ranks: list[RankRecord] = []
-    workers: list[WorkerRecord] = []
+    ranks: Sequence[RankRecord],
+    workers: Sequence[WorkerRecord],
+) -> None:
+    """Write trace and picture of these records."""
     what, iterations = "", segments[-1].trace_iterations
     if drawn is not None:
-        for rank in drawn.ranks:
-            its = files[drawn.segment][rank]
-            record = its.record()
-            if record is not None:
-                ranks.append(record)
-                workers += [worker for _, worker in its.attempts()]
         several = f"segment {drawn.segment} of {len(segments)}" if len(segments) > 1 else ""
         what = ", ".join(part for part in (several, drawn.what) if part)
     write_trace(run_dir / TRACE, ranks, workers, iterations, what=what, accounts=report.account)
     draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, accounts=report.account, what=what)
-    return ranks, workers
 
 
 def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[int, Unwritten]) -> None:
     """Print the bubble cycle of each rank of a segment, and the account of its time; write the cycles to ``path``.
+
+    Of few ranks it is also printed whom they waited for.
 
     Args:
         unwritten: records of the segment that are in no file, by rank.
@@ -148,8 +157,14 @@ def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[i
         FillError: if no rank left a record, or a record cannot be read.
         OSError: the file cannot be written.
     """
-    records = (its.record(spans=False) for its in segment.files(unwritten).values())
-    cycles = [bubble_cycle(seen(record)) for record in records if record is not None]
+    files = segment.files(unwritten)
+    few = len(files) <= MANY
+    records, cycles = list[RankRecord](), list[RankCycle]()
+    for its in files.values():
+        record = its.record(spans=few)
+        if record is not None:
+            cycles.append(bubble_cycle(seen(record)))
+            records += [record] if few else []
     if not cycles:
         raise FillError(f"{segment.folder}: no rank has left a record, so there is nothing to report")
     print_cycle(cycles, console)
@@ -157,4 +172,5 @@ def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[i
     accounts = account([segment], left)
     print_account(accounts, console, segment.command)
     print_timers(timers(left, accounts), console)
+    print_waits(waits(records), console)
     write_cycles(path, cycles)

@@ -37,6 +37,8 @@ _USES = {
     TimeUse.NOT_PREDICTED: "#a0522d",
     TimeUse.NOT_KNOWN: "#bbbbbb",
 }
+_CAUSES = {"it computed": "#0072b2", "its host was late": "#e69f00", "transfer": "#cc79a7"}
+_MOST_WAITS = 40  # pairs of ranks, those that waited longest
 _ZOOM: Chart = {"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}
 
 
@@ -122,6 +124,16 @@ def _stacked(rows: list[Chart], field: str, title: str, color: Chart) -> Chart |
         "mark": "bar",
         "encoding": encoding,
     }
+
+
+def waits(report: Report) -> Chart | None:
+    """Return whom each rank waited for in its pipeline, and why, in seconds; None if that is not known."""
+    rows = [
+        {"stage": f"rank {one.rank} for rank {one.peer}", "what": what, "s": round(s, 4)}
+        for one in report.waits[:_MOST_WAITS]
+        for what, s in zip(_CAUSES, (one.computed_s, one.host_s, one.transfer_s), strict=True)
+    ]
+    return _stacked(rows, "s", "s of waits", _color(list(_CAUSES), _CAUSES))
 
 
 def account(report: Report, ranks: Collection[int]) -> Chart | None:

@@ -7,13 +7,15 @@ from collections.abc import Collection, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron.fill.display import counted
 from megatron.fill.records import BLIND
 from megatron.fill.report.account import GAP
 from megatron.fill.report.rows import listed, new_table
-from megatron.fill.report.schema import AccountReport, Late, TimerReport
+from megatron.fill.report.schema import AccountReport, Awaited, Late, TimerReport
 from megatron.fill.types import PIPELINE_KINDS
 
 _LATE, _RANKS = 5, 4  # numbers of waits for late ranks that are printed, and of ranks in each
+_WAITS, _LEAST_WAIT = 20, 0.02  # number of printed pairs of ranks, and the least share of all waits that is printed
 _TIMERS = 2  # names of timers in a row
 _BUBBLES = ("--fill-jobs",)
 _REDUCE, _REPLICAS = "--overlap-grad-reduce", "data group"
@@ -87,6 +89,23 @@ def print_timers(found: Sequence[TimerReport], console: Console) -> None:
             table.add_row(", ".join(one.timers[:_TIMERS]) + more, *cells, ", ".join(one.rows))
     if table.row_count:
         console.print(table, "")
+
+
+def print_waits(found: Sequence[Awaited], console: Console) -> None:
+    """Print whom the ranks waited for in their pipeline; nothing if that is not known."""
+    all_s = sum(one.computed_s + one.host_s + one.transfer_s for one in found)
+    if not all_s:
+        return
+    title = f"Waits for other stages, latest {counted(found[0].iterations, 'iteration')}: {all_s:,.2f} s"
+    table = new_table(
+        title, ">rank", ">waited\nfor rank", ">s", ">which\ncomputed", ">whose host\nwas late", ">transfer"
+    )
+    for one in found[:_WAITS]:
+        parts = one.computed_s, one.host_s, one.transfer_s
+        if sum(parts) >= _LEAST_WAIT * all_s:
+            shares = (f"{part / sum(parts):.0%}" for part in parts)
+            table.add_row(str(one.rank), str(one.peer), f"{sum(parts):,.2f}", *shares)
+    console.print(table, "")
 
 
 def late_lines(found: Sequence[Late]) -> Iterator[str]:

@@ -57,6 +57,7 @@ def write_page(
     charted = {
         "timeline": charts.timeline(*drawn),
         "account": charts.account(report, {record.info.rank for record in drawn[0]}),
+        "waits": charts.waits(report),
         "parts": charts.iteration_parts(series.parts()) if series else None,
         "uses": charts.time_uses(report),
         "harvest": charts.harvest(bins),
@@ -121,6 +122,10 @@ def _sections(
         "account": (
             "Where the time went",
             "Of the whole run, from the start of each rank's process; docs/profiler.md says what each name is.",
+        ),
+        "waits": (
+            "Whom the ranks waited for",
+            "In their pipeline, in the latest iterations; docs/profiler.md says how it is worked out.",
         ),
         "parts": (
             "An iteration by stage",

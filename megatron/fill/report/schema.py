@@ -343,6 +343,17 @@ class Late(_Model):
     late_s: float = Field(description="seconds that the others waited longer than the late ranks, on average")
 
 
+class Awaited(_Model):
+    """A rank that another one waited for in its pipeline, in the latest iterations that have all passes recorded."""
+
+    rank: int = Field(description="the rank that waited")
+    peer: int = Field(description="the rank that it waited for")
+    iterations: int = Field(description="number of these iterations, at most 50")
+    computed_s: float = Field(description="seconds in which the peer ran a pass")
+    host_s: float = Field(description="seconds in which the peer was between passes and waited for nobody")
+    transfer_s: float = Field(description="seconds from when the peer had done its part to the end of the wait")
+
+
 class Report(_Model):
     """The content of ``report.json``."""
 
@@ -364,6 +375,9 @@ class Report(_Model):
     )
     late: list[Late] = Field(
         default=[], description="the ranks that others waited for, those that were waited for longest first"
+    )
+    waits: list[Awaited] = Field(
+        default=[], description="whom the ranks of the picture waited for in their pipeline, longest first"
     )
     sandbox: list[SandboxLayer] = Field(
         description="the layers of the sandbox of jobs on rank 0's node; empty without jobs"

@@ -13,7 +13,7 @@ from rich.table import Table
 from megatron.fill.display import STATE_COLOURS, amount, counted, one_line, percent
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
-from megatron.fill.report.idle import late_lines, print_account, print_timers
+from megatron.fill.report.idle import late_lines, print_account, print_timers, print_waits
 from megatron.fill.report.rows import add_rows, listed, named_rows, new_table
 from megatron.fill.report.schema import (
     Cost,
@@ -65,6 +65,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_use_table(report), "")
     print_account(report.account, console, report.command)
     print_timers(report.timers, console)
+    print_waits(report.waits, console)
     if report.jobs:
         shown = sorted(report.jobs, key=lambda job: job.state is not JobState.FAILED)[:_JOBS]
         shown = shown if len(report.jobs) > _JOBS else report.jobs

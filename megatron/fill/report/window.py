@@ -65,7 +65,7 @@ def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], 
     common = sorted(set.intersection(*(set(items) for items in by_number)))[-_LOOK_BACK:]
     if not common:
         return None
-    shift_ns = _shifts(ranks, by_number, common)
+    shift_ns = clock_shifts(ranks, by_number, common)
     steps = np.sort([start + shift_ns.get(worker.rank, 0) for worker in workers for start, _ in worker.steps] or [0])
     reference, offset = by_number[0], shift_ns[ranks[0].info.rank]
 
@@ -87,7 +87,7 @@ def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], 
     return Window(chosen[0], chosen[-1], min(start for start, _ in edges), max(end for _, end in edges), shift_ns)
 
 
-def _shifts(
+def clock_shifts(
     ranks: Sequence[RankRecord], by_number: Sequence[dict[int, Iteration]], common: Iterable[int]
 ) -> dict[int, int]:
     """Return the clock shift of each rank's node, in ns, by rank: nodes do not share CLOCK_MONOTONIC.

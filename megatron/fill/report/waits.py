@@ -1,0 +1,262 @@
+"""The stages that a rank waited for in its pipeline, and why: they computed, their host was late, or the transfer.
+
+A pass takes what a pass of another stage has sent (``Schedule.sources``), so a wait before it has two parts: until the
+other stage had done its part, and the transfer itself.  In the first part the other stage ran a pass (it computed), or
+waited itself (then whoever it waited for counts), or did neither: its host was late, with Python between passes, a
+batch, or nothing at all.  The transfer ends when the waiting rank notices it.
+
+All is read from the records of both ranks, the bubbles and the passes of the latest iterations; nothing is measured
+for it.  A stage has sent a pass's result when it opens the bubble after it, or has ended it where transfers overlap
+with passes, as with several chunks per stage.  A send of gloo also waits until the other stage receives.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from megatron.fill.pipeline.schedule import Pass, Schedule
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.report.schema import Awaited
+from megatron.fill.report.window import clock_shifts
+from megatron.fill.types import PIPELINE_KINDS, CycleKey, RankRecord
+
+_MOST_ITERATIONS = 50  # the latest ones that are looked at
+_MEGATRONS = ("1f1b", "gpipe", "interleaved")  # schedules whose order of passes is known
+_SLACK_NS = 1_000_000  # by which clocks of two nodes may differ after their shift
+_NAMES = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}
+_COMPUTED, _HOST, _TRANSFER = range(3)
+
+type Stretch = tuple[int, int]  # start and end in ns
+type _Part = tuple[
+    int, int, int, bool
+]  # a stretch, who was waited for, and True if that stage had still to do its part
+type Sums = dict[tuple[int, int], list[int]]  # ns by cause, by the stage that waited and the one it waited for
+
+
+@dataclass(slots=True)
+class _Stage:
+    """An iteration of one stage, on the clock of the first one; stretches in order."""
+
+    passes: list[Stretch]
+    bubbles: list[Stretch]
+    parts: dict[int, list[_Part]] = field(default_factory=dict)  # of each bubble, by its position
+
+    def before(self, at: int) -> range:
+        """Return the positions of the bubbles after the pass before the one at ``at``, and before that one."""
+        first = bisect_left(self.bubbles, (self.passes[at - 1][1], 0)) if at else 0
+        end = len(self.bubbles) if at == len(self.passes) else bisect_left(self.bubbles, (self.passes[at][0], 0))
+        return range(first, end)
+
+    def met_ns(self, at: int, place: int) -> int | None:
+        """Return the start of a bubble before the pass at ``at``, counted from the first or the last one; None without
+        one."""
+        bubbles = self.before(at)
+        return self.bubbles[bubbles[place]][0] if -len(bubbles) <= place < len(bubbles) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The passes of a schedule: where each pass's input comes from, and where its output goes.
+
+    Places are the stage and the position of a pass in it; None for the model's ends.
+    """
+
+    schedule: Schedule
+    sources: list[list[tuple[int, int] | None]]
+    sinks: list[list[tuple[int, int] | None]]
+
+
+def waits(records: Sequence[RankRecord]) -> list[Awaited]:
+    """Return whom each rank waited for in the latest iterations, those that waited longest first.
+
+    Pipelines are left out of which a stage left no record or has several ranks (as with context parallelism), whose
+    schedule is none of Megatron's, or that have one stage.
+    """
+    pipelines: defaultdict[tuple[int, int], list[RankRecord]] = defaultdict(list)
+    for record in records:
+        pipelines[record.info.data_parallel_rank, record.info.tensor_parallel_rank].append(record)
+    found = [one for its in pipelines.values() for one in _of_pipeline(its)]
+    return sorted(found, key=lambda one: -(one.computed_s + one.host_s + one.transfer_s))
+
+
+def _of_pipeline(records: list[RankRecord]) -> Iterator[Awaited]:
+    records.sort(key=lambda record: record.info.stage)
+    key, stages = records[0].schedule, records[0].info.stages
+    if stages == 1 or [record.info.stage for record in records] != list(range(stages)) or key is None:
+        return
+    order = _order(key, stages)
+    if order is None:
+        return
+    blocking = key.chunks == 1 and records[0].info.device == "cpu"
+    sums: Sums = defaultdict(lambda: [0, 0, 0])
+    count = 0
+    for iteration in _iterations(records, order.schedule):
+        if _split(iteration, order, key.chunks == 1, blocking, sums):
+            count += 1
+    for (stage, other), ns in sums.items():
+        computed_s, host_s, transfer_s = (its / 1e9 for its in ns)
+        rank, peer = records[stage].info.rank, records[other].info.rank
+        yield Awaited(
+            rank=rank, peer=peer, iterations=count, computed_s=computed_s, host_s=host_s, transfer_s=transfer_s
+        )
+
+
+@cache
+def _order(key: CycleKey, stages: int) -> _Order | None:
+    """Return the order of this schedule's passes; None if it is not known."""
+    if key.schedule not in _MEGATRONS:
+        return None
+    try:
+        schedule = make_schedule(key.schedule, stages, key.microbatches, key.chunks)
+    except ValueError:  # uneven groups of microbatches
+        return None
+    places = [(stage, at) for stage, row in enumerate(schedule.order) for at in range(len(row))]
+    sources: list[list[tuple[int, int] | None]] = []
+    sinks: list[list[tuple[int, int] | None]] = [[None] * len(row) for row in schedule.order]
+    for stage, numbers in enumerate(schedule.sources()):
+        sources.append([None if number is None else places[number] for number in numbers])
+        for at, source in enumerate(sources[-1]):
+            if source is not None:
+                sinks[source[0]][source[1]] = stage, at
+    return _Order(schedule, sources, sinks)
+
+
+def _iterations(records: Sequence[RankRecord], schedule: Schedule) -> Iterator[list[_Stage]]:
+    """Yield the latest iterations of which all stages recorded every pass, on one clock."""
+    by_number = [{its.iteration: its for its in record.iterations if its.watched} for record in records]
+    common = sorted(set.intersection(*map(set, by_number)))[-_MOST_ITERATIONS:]
+    if not common:
+        return
+    shift_ns = clock_shifts(records, by_number, common)
+    stages = []
+    for record, row in zip(records, schedule.order, strict=True):
+        shift, names = shift_ns[record.info.rank], [_NAMES[op.kind] for op in row]
+        passes, bubbles, seen = defaultdict(list), defaultdict(list), defaultdict(list)
+        for span in record.spans:
+            seen[span.iteration].append(span.name)
+            passes[span.iteration].append((span.start_ns + shift, span.end_ns + shift))
+        for one in record.bubbles:
+            if one.kind in PIPELINE_KINDS and not one.forward_only and one.index >= 0:
+                bubbles[one.iteration].append((one.start_ns + shift, one.end_ns + shift))
+        stages.append(
+            # Forwards of an evaluation may follow.
+            {
+                number: _Stage(passes[number][: len(row)], bubbles[number])
+                for number in common
+                if seen[number][: len(row)] == names and set(seen[number][len(row) :]) <= {"forward"}
+            }
+        )
+    for number in common:
+        if all(number in its for its in stages):
+            yield [its[number] for its in stages]
+
+
+def _split(stages: list[_Stage], order: _Order, posts: bool, blocking: bool, sums: Sums) -> bool:
+    """Add the waits of an iteration to the sums, by stage, stage that was waited for and cause.
+
+    Args:
+        posts: a stage sends a pass's result when it opens the bubble after it, not in the background.
+        blocking: a send waits until the other stage receives.
+
+    Returns:
+        False if a pass began before its input was there, so that the order of the passes was another.
+    """
+
+    for its, sources in zip(stages, order.sources, strict=True):
+        for (start_ns, _), source in zip(its.passes, sources, strict=True):
+            if source is not None and stages[source[0]].passes[source[1]][1] > start_ns + _SLACK_NS:
+                return False
+    for stage, its in enumerate(stages):
+        for at in range(len(its.passes) + 1):
+            bubbles = its.before(at)
+            for place, position in enumerate(bubbles):
+                met = at == len(its.passes) and place == len(bubbles) - 1  # the last collective of the iteration
+                receives = blocking and not place and not met
+                due = _due(stages, order, stage, at, posts=posts, receives=receives)
+                if met or (not due and at in (0, len(its.passes))):
+                    due = _met(stages, stage, at, place - len(bubbles) if at else place)
+                sink = order.sinks[stage][at - 1] if at else None
+                if not due and sink is not None:
+                    due = [(0, sink[0])]
+                its.parts[position] = _parts(its.bubbles[position], due)
+    for stage, its in enumerate(stages):
+        for parts in its.parts.values():
+            for part in parts:
+                for cause, whom, ns in _causes(stages, part, len(stages)):
+                    # What the other stage waits for of this one is on its way, since this one waits.
+                    sums[stage, part[2] if whom == stage else whom][_TRANSFER if whom == stage else cause] += ns
+    return True
+
+
+def _due(
+    stages: Sequence[_Stage], order: _Order, stage: int, at: int, *, posts: bool, receives: bool
+) -> list[tuple[int, int]]:
+    """Return when other stages had done their part in a wait before the pass at ``at``, as time in ns and stage."""
+    found = []
+    if at < len(order.sources[stage]) and (source := order.sources[stage][at]) is not None:
+        other, made = stages[source[0]], source[1]
+        sent_ns = other.met_ns(made + 1, 0) if posts else None
+        found.append((other.passes[made][1] if sent_ns is None else sent_ns, source[0]))
+    if receives and at and (sink := order.sinks[stage][at - 1]) is not None:
+        ready_ns = stages[sink[0]].met_ns(sink[1], -1)
+        found += [] if ready_ns is None else [(ready_ns, sink[0])]
+    return found
+
+
+def _met(stages: Sequence[_Stage], stage: int, at: int, place: int) -> list[tuple[int, int]]:
+    """Return when each other stage came to a wait in which all stages meet, such as the one for the gradients' norm.
+
+    The waits before the first pass are counted from the first one, those after the last pass from the last one.
+    """
+    found = []
+    for other, theirs in enumerate(stages):
+        if other != stage:
+            met_ns = theirs.met_ns(len(theirs.passes) if at else 0, place)
+            if met_ns is not None or at:
+                found.append((theirs.passes[-1][1] if met_ns is None else met_ns, other))
+    return found
+
+
+def _parts(bubble: Stretch, due: Iterable[tuple[int, int]]) -> list[_Part]:
+    """Return the parts of a bubble: for each stage until it had done its part, in order, and the transfer."""
+    found = []
+    at_ns, end_ns = bubble
+    last = -1
+    for due_ns, last in sorted(due):
+        if at_ns < (until_ns := min(due_ns, end_ns)):
+            found.append((at_ns, until_ns, last, True))
+            at_ns = until_ns
+    if at_ns < end_ns and last >= 0:
+        found.append((at_ns, end_ns, last, False))
+    return found
+
+
+def _causes(stages: Sequence[_Stage], part: _Part, depth: int) -> Iterator[tuple[int, int, int]]:
+    """Yield cause, stage and ns of what a stage waited for; where that stage waited too, of what it waited for."""
+    start_ns, end_ns, other, working = part
+    if not working or not depth:
+        yield _TRANSFER, other, end_ns - start_ns
+        return
+    theirs = stages[other]
+    computed_ns = sum(_overlaps(theirs.passes, start_ns, end_ns))
+    yield _COMPUTED, other, computed_ns
+    yield _HOST, other, max(0, end_ns - start_ns - computed_ns - sum(_overlaps(theirs.bubbles, start_ns, end_ns)))
+    for at in range(max(0, bisect_right(theirs.bubbles, (start_ns, 0)) - 1), len(theirs.bubbles)):
+        if theirs.bubbles[at][0] >= end_ns:
+            break
+        for a_ns, b_ns, further, still in theirs.parts.get(at, ()):
+            if max(a_ns, start_ns) < min(b_ns, end_ns):
+                yield from _causes(stages, (max(a_ns, start_ns), min(b_ns, end_ns), further, still), depth - 1)
+
+
+def _overlaps(stretches: Sequence[Stretch], start_ns: int, end_ns: int) -> Iterator[int]:
+    for at in range(max(0, bisect_right(stretches, (start_ns, 0)) - 1), len(stretches)):
+        a_ns, b_ns = stretches[at]
+        if a_ns >= end_ns:
+            return
+        if b_ns > start_ns:
+            yield min(b_ns, end_ns) - max(a_ns, start_ns)
