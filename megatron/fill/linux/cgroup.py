@@ -32,17 +32,11 @@ _REMOVE_S = 0.5  # time that killed processes may take to leave it; ``kill`` wai
 
 @dataclass(frozen=True, slots=True)
 class CgroupHome:
-    """The place where workers' groups can be created.
+    """The place where workers' groups can be created."""
 
-    Attributes:
-        path: parent of the groups; None if no group can be created.
-        controllers: controllers that the groups will have: ``memory``, ``pids``, ``cpu``, ...
-        why: reason why there is no place, or why ``memory`` or ``pids`` is missing; empty if nothing is missing.
-    """
-
-    path: Path | None
-    controllers: frozenset[str] = frozenset()
-    why: str = ""
+    path: Path | None  # parent of the groups; None if no group can be created
+    controllers: frozenset[str] = frozenset()  # those that the groups will have: ``memory``, ``pids``, ``cpu``, ...
+    why: str = ""  # reason why there is no place, or why ``memory`` or ``pids`` is missing
 
     @property
     def binds_memory(self) -> bool:
@@ -75,7 +69,7 @@ def find_home(
 
 
 def _usable(path: Path, why: str) -> CgroupHome:
-    """The home at ``path``, if it is writable; ``why`` explains missing controllers."""
+    """The home at ``path``, if that is writable; ``why`` explains missing controllers."""
     if not all(os.access(file, os.W_OK) for file in (path, path / "cgroup.procs")):
         return CgroupHome(None, why="the control groups are not writable for this user")
     controllers = frozenset(text(path / "cgroup.subtree_control").split())
@@ -83,9 +77,8 @@ def _usable(path: Path, why: str) -> CgroupHome:
     return CgroupHome(path, controllers, f"{why} {' and '.join(lacking)}" if lacking else "")
 
 
-def own_group(proc: Path = Path("/proc"), version_1: str = "") -> Path | str:
-    """The folder of this process's group in a controller's hierarchy of version 1, or in version 2's, or the reason
-    why it cannot be found."""
+def own_group(proc: Path, version_1: str = "") -> Path | str:
+    """The folder of this process's group, in version 2 or in a controller's hierarchy of version 1; or why not."""
     name = f"cgroup v1 with {version_1}" if version_1 else "cgroup v2"
     mounts = [line.split() for line in text(proc / "self/mountinfo").splitlines()]
     found = [(Path(m[4]), m[3]) for m in mounts if _is_hierarchy(m[m.index("-") + 1 :], version_1)]
@@ -126,8 +119,7 @@ class Cgroup:
     Args:
         home: home with a path.
         name: name of the group, without the prefix.
-        memory_bytes: limit of memory, which the kernel enforces if ``home`` has the controller; None for none.
-        processes: limit of processes and threads, which the kernel enforces if ``home`` has the controller.
+        memory_bytes, processes: limits, which the kernel enforces if ``home`` has the controllers; None for no limit.
 
     Raises:
         OSError: the group cannot be created.
@@ -223,16 +215,15 @@ def _sweep(home: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A control group that can limit memory, of version 1 or 2."""
+    """A control group that can limit memory, of version 1 or 2 of control groups."""
 
     path: Path
     version_1: bool
 
     def room_bytes(self) -> int:
-        """The bytes that the group may still take; ``sys.maxsize`` without a limit.
+        """The bytes that the group may still take now; ``sys.maxsize`` without a limit.
 
-        File pages not used recently count as available, since the kernel reclaims them.  The limit is read each time,
-        since it may change.
+        File pages not used recently count as available, since the kernel reclaims them.
         """
         stat = numbers(self.path / "memory.stat")
         if self.version_1:

@@ -17,8 +17,7 @@ import time
 from megatron.fill.linux.libc import libc
 
 _NUMBER = ctypes.c_long(202)  # the system call's on x86-64; no other architecture is admitted (``host.unordered``)
-_WAIT = 0
-_WAKE = 1
+_WAIT, _WAKE, _UNUSED = ctypes.c_int(0), ctypes.c_int(1), ctypes.c_int(0)
 ALL = 0x7FFFFFFF  # waiters
 NAP_S = 0.001
 
@@ -44,16 +43,8 @@ def wait(address: int, expected: int, timeout_ns: int) -> bool:
     if timeout_ns <= 0:
         return False
     timeout = ctypes.byref(_Timespec(timeout_ns // 1_000_000_000, timeout_ns % 1_000_000_000))
-    result = libc.syscall(
-        _NUMBER,
-        ctypes.c_void_p(address),
-        ctypes.c_int(_WAIT),
-        ctypes.c_uint32(expected),
-        timeout,
-        None,
-        ctypes.c_int(0),
-    )
-    if result == 0:
+    word, value = ctypes.c_void_p(address), ctypes.c_uint32(expected)
+    if libc.syscall(_NUMBER, word, _WAIT, value, timeout, None, _UNUSED) == 0:
         if ctypes.c_uint32.from_address(address).value == expected:
             time.sleep(NAP_S)
         return True
@@ -75,15 +66,7 @@ class Waker:
     __slots__ = ("_arguments",)
 
     def __init__(self, address: int, most: int) -> None:
-        self._arguments = (
-            _NUMBER,
-            ctypes.c_void_p(address),
-            ctypes.c_int(_WAKE),
-            ctypes.c_int(most),
-            None,
-            None,
-            ctypes.c_int(0),
-        )
+        self._arguments = _NUMBER, ctypes.c_void_p(address), _WAKE, ctypes.c_int(most), None, None, _UNUSED
 
     def __call__(self) -> None:
         _waking.syscall(*self._arguments)

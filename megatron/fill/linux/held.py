@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron.fill.linux.proc import names_in, numbers, read
 
@@ -24,19 +23,12 @@ _SHARED = ("/memfd:", "/dev/zero", "/SYSV")  # memory that processes share witho
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The memory of a worker's processes, in bytes.
+    """The memory of a worker's processes, in bytes."""
 
-    Attributes:
-        private: anonymous memory, resident or swapped out; a page shared since a fork counts in each process.
-        mapped: mapped shared memory, counted in each process that maps it.
-        files: files in memory, mapped or not.
-        kernel: page tables, stacks of threads, descriptors, buffers.
-    """
-
-    private: int
-    mapped: int
-    files: int
-    kernel: int
+    private: int  # anonymous memory, resident or swapped out; a page shared since a fork counts in each process
+    mapped: int  # mapped shared memory, counted in each process that maps it
+    files: int  # files in memory, mapped or not
+    kernel: int  # page tables, stacks of threads, descriptors, buffers
 
     @property
     def likely_bytes(self) -> int:
@@ -61,13 +53,11 @@ class HeldMemory:
     Args:
         pid: a process of the worker, before the job begins in it.  The places that show the worker's own file system in
             memory and its own network are kept from then on, since a job can make its processes unreadable.
-        proc: another /proc, for tests.
     """
 
-    def __init__(self, pid: int, proc: str = "/proc") -> None:
-        self._proc = proc
-        self._memory_fd = _own_memory_files(pid, proc)
-        self._sockets = f"{proc}/{pid}/net/sockstat" if _has_own_network(pid, proc) else ""
+    def __init__(self, pid: int) -> None:
+        self._memory_fd = _own_memory_files(pid)
+        self._sockets = f"/proc/{pid}/net/sockstat" if _has_own_network(pid) else ""
         self._kept_files: tuple[int, ...] = ()  # inodes of the files in memory that were counted last
 
     def count(self, pids: Collection[int]) -> Held:
@@ -77,11 +67,11 @@ class HeldMemory:
         sockets: set[str] = set()
         pipes: set[str] = set()
         for pid in pids:
-            status = numbers(f"{self._proc}/{pid}/status")
+            status = numbers(f"/proc/{pid}/status")
             private += 1024 * sum(status.get(name, 0) for name in ("RssAnon", "VmSwap", "HugetlbPages"))
             mapped += 1024 * status.get("RssShmem", 0)
             kernel += 1024 * status.get("VmPTE", 0) + _THREAD_BYTES * status.get("Threads", 0)
-            folder = f"{self._proc}/{pid}/fd"
+            folder = f"/proc/{pid}/fd"
             entries = [f"{folder}/{name}" for name in names_in(folder)]
             polls = 0
             for entry in entries[: max(0, _MOST_LINKS - descriptors)]:
@@ -110,7 +100,7 @@ class HeldMemory:
         """
         private = mapped = 0
         for pid in pids:
-            found = numbers(f"{self._proc}/{pid}/smaps_rollup")
+            found = numbers(f"/proc/{pid}/smaps_rollup")
             if not found:
                 return None
             private += 1024 * (found.get("Pss_Anon", 0) + found.get("SwapPss", 0))
@@ -141,7 +131,7 @@ class HeldMemory:
         """The shared memory that a process maps and that is not in a counted file, as its share of each page (Pss)."""
         total, counts = 0, False
         shared = _SHARED if self._memory_fd is not None else (*_SHARED, "/dev/shm/")
-        for line in read(f"{self._proc}/{pid}/smaps").splitlines():
+        for line in read(f"/proc/{pid}/smaps").splitlines():
             name, _, value = line.partition(b":")
             if b" " in name:  # first line of a mapping: addresses, permissions, offset, device, inode, path
                 fields = line.decode(errors="replace").split(maxsplit=5)
@@ -152,19 +142,18 @@ class HeldMemory:
         return total
 
 
-def _own_memory_files(pid: int, proc: str) -> int | None:
-    """A descriptor of the process's own file system in memory, which is its ``/tmp`` and ``/dev/shm``; None if it has
-    none."""
+def _own_memory_files(pid: int) -> int | None:
+    """A descriptor of the process's own file system in memory, its ``/tmp`` and ``/dev/shm``; None if it has none."""
     with contextlib.suppress(OSError):
-        place = f"{proc}/{pid}/root/dev/shm"
+        place = f"/proc/{pid}/root/dev/shm"
         if os.stat(place).st_dev != os.stat("/dev/shm").st_dev:
             return os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     return None
 
 
-def _has_own_network(pid: int, proc: str) -> bool:
+def _has_own_network(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return os.stat(f"{proc}/{pid}/ns/net").st_ino != Path(f"{proc}/self/ns/net").stat().st_ino
+        return os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
     return False
 
 

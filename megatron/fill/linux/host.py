@@ -88,9 +88,9 @@ def use_every_core() -> None:
 
 
 def cap_memory(memory_bytes: int | None) -> None:
-    """Make allocations beyond ``memory_bytes`` of private memory fail, in this process and in each child.
+    """Switch off core dumps, and make allocations beyond ``memory_bytes`` (None: any) of private memory fail.
 
-    None sets no such limit.  Core dumps are switched off in any case.
+    That applies to this process and to each child.
     """
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
@@ -98,12 +98,7 @@ def cap_memory(memory_bytes: int | None) -> None:
 
 
 class FreeHostMemory:
-    """A callable that returns the machine's available memory in bytes.
-
-    Args:
-        rest_s: time in s for which a reading is reused, if there are many calls and none needs it to be exact.
-        meminfo: file to read, for tests.
-    """
+    """A callable that returns the machine's available memory in bytes; a reading is reused for ``rest_s`` seconds."""
 
     def __init__(self, rest_s: float = 0, meminfo: str = "/proc/meminfo") -> None:
         self._rest_ns = round(rest_s * 1e9)
@@ -122,8 +117,9 @@ class FreeHostMemory:
 
 
 def may_become(uid: int, gid: int, proc: Path = Path("/proc/self")) -> bool:
-    """True if this process, as root, can become that user and group: its user namespace, perhaps a rootless
-    container's, maps both and allows setgroups(2).
+    """True if this process, as root, can become that user and group.
+
+    Its user namespace, perhaps a rootless container's, has to map both and allow setgroups(2).
     """
     try:
         users, groups = ((proc / name).read_text(encoding="ascii") for name in ("uid_map", "gid_map"))

@@ -12,10 +12,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
 
-def last_error(what: str = "") -> OSError:
+def last_error(what: str | None = None) -> OSError:
     """The error (errno) of the latest call in this thread; ``what`` names the file or call that failed."""
     code = ctypes.get_errno()
-    return OSError(code, os.strerror(code), what) if what else OSError(code, os.strerror(code))
+    return OSError(code, os.strerror(code), what)
 
 
 def error_name(error: OSError) -> str:

@@ -12,14 +12,7 @@ from megatron.fill.linux.libc import last_error, libc
 _FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE, which Python's fcntl does not name
 
 libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-)
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
 
 
 def create(name: str, size: int, *, sealable: bool = False) -> int:

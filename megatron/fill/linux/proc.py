@@ -48,10 +48,9 @@ def names_in(folder: str) -> list[str]:
 
 
 def stat_fields(path: str | Path) -> list[bytes]:
-    """The fields of a ``stat`` file of /proc, in the order of proc_pid_stat(5) from 0; empty once the process or thread
-    is gone.
+    """The fields of a ``stat`` file of /proc, in the order of proc_pid_stat(5) from 0, without pid and name.
 
-    Pid and name are left empty.
+    Empty once the process or thread is gone.
     """
     stat = read(path)
     # The name, in parentheses, may contain any characters, also spaces and parentheses.

@@ -16,9 +16,7 @@ _BROKEN = "it changed its own standing"
 class ProcSettings:
     """A worker's ``oom_score_adj``, and the nice value of the session that it shares with its rank and its agent.
 
-    Args:
-        pid: the worker's first process, whose present ``oom_score_adj`` is expected of all its processes.
-        proc: another /proc, for tests.
+    The present ``oom_score_adj`` of its first process is expected of all its processes.
     """
 
     def __init__(self, pid: int, proc: str = "/proc") -> None:

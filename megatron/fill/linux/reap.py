@@ -25,8 +25,7 @@ def end_all(
     """Stop, then kill, all processes in ``tree``; return True if all are gone.
 
     Args:
-        tree: processes of the worker.
-        budget_s: time in s after which it gives up (a process asleep in a driver cannot be killed).
+        budget_s: time after which it gives up (a process asleep in a driver cannot be killed).
         at_once: kills all processes that it can with one call (``cgroup.kill``).
         more: returns pids of further processes of the worker.
     """
@@ -96,27 +95,25 @@ def _stop_all(
 
 def _orphans() -> list[Process]:
     """The living orphans that this process adopted, and their descendants."""
-    came = [child for child in children(os.getpid()) if _came(read_process(child))]
-    return _alive(pid for child in came for pid in (child, *descendants(child)))
+    return _alive(pid for child in _adopted() for pid in (child.pid, *descendants(child.pid)))
 
 
 def _alive(pids: Iterable[int]) -> list[Process]:
-    found = [read_process(pid) for pid in pids]
-    return [process for process in found if process is not None and process.alive]
+    return [process for process in filter(None, map(read_process, pids)) if process.alive]
 
 
 def _collect() -> None:
     """Reap adopted orphans that have died."""
-    for child in children(os.getpid()):
-        process = read_process(child)
-        if _came(process) and process is not None and not process.alive:
+    for child in _adopted():
+        if not child.alive:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(child, os.WNOHANG)
+                os.waitpid(child.pid, os.WNOHANG)
 
 
-def _came(child: Process | None) -> bool:
-    """True if a child is an orphan that this process adopted."""
-    return child is not None and child.pid not in OWN and child.group != os.getpgrp()
+def _adopted() -> list[Process]:
+    """The orphans that this process adopted, dead or alive."""
+    found = filter(None, map(read_process, children(os.getpid())))
+    return [child for child in found if child.pid not in OWN and child.group != os.getpgrp()]
 
 
 def _signal(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:

@@ -16,14 +16,11 @@ _FLOCK = "hhqqi"  # struct flock of a 64-bit Linux
 
 
 def lock(fd: int, start: int, length: int, *, shared: bool = False) -> bool:
-    """Lock bytes of a file; False if another process holds them.
+    """Lock bytes of a file; False if another process holds them; OSError if it cannot be locked.
 
     Args:
         length: number of bytes from ``start`` on; 0 for all.
         shared: others may hold a shared lock too.
-
-    Raises:
-        OSError: the file cannot be locked.
     """
     try:
         fcntl.lockf(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB, length, start)
@@ -35,11 +32,7 @@ def lock(fd: int, start: int, length: int, *, shared: bool = False) -> bool:
 
 
 def holder(fd: int, start: int, length: int) -> tuple[int, int] | None:
-    """Return the first byte that another process holds, and its pid as far as this one sees it; None if none does.
-
-    Raises:
-        OSError: the file has no locks.
-    """
+    """Return the first byte that another process holds, and its pid as far as this one sees it; None if none does."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     kind, _, first, _, pid = struct.unpack_from(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else (first, pid)

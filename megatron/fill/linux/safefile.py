@@ -13,8 +13,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def open_folder(path: Path) -> int:
     """Open a folder whose absolute path contains no link; return its descriptor, which the caller closes.
 
-    Raises:
-        OSError: the folder does not exist, or a part of the path is a link or not a folder.
+    OSError if it does not exist, or a part of the path is a link or not a folder.
     """
     if not path.is_absolute() or ".." in path.parts:
         raise OSError(f"{path} is no absolute path of folders")
@@ -39,10 +38,7 @@ def remove(path: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a folder and all in it, however deep a job has made it; links in it are not followed.
 
-    ``shutil.rmtree`` recurses in Python 3.12, and ends in a RecursionError after a thousand levels.
-
-    Raises:
-        OSError: something of it is left.
+    OSError if something of it is left.  ``shutil.rmtree`` recurses in Python 3.12: a RecursionError after 1000 levels.
     """
     done = subprocess.run(["rm", "-rf", "--one-file-system", "--", path], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -50,10 +46,7 @@ def remove_tree(path: Path) -> None:
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the disk space in bytes that a file or a folder with all in it takes; links in it are not followed.
-
-    What cannot be read does not count.
-    """
+    """Return the disk space in bytes that a file or a folder takes, without what cannot be read or is behind links."""
     command = ["du", "--summarize", "--one-file-system", "--block-size=1", "--", str(path)]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     return int(said[0]) if said else 0

@@ -11,27 +11,23 @@ import errno
 from megatron.fill.linux.libc import last_error, libc
 
 SEMAPHORE_BYTES = 64  # glibc's sem_t takes 32 on a 64-bit machine
-_sem_init = libc.sem_init
-_sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
-_sem_post = libc.sem_post
-_sem_post.argtypes = (ctypes.c_void_p,)
-_sem_wait = libc.sem_wait
-_sem_wait.argtypes = (ctypes.c_void_p,)
-POST_FUNCTION = ctypes.cast(_sem_post, ctypes.c_void_p).value or 0  # address of sem_post
+libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+libc.sem_post.argtypes = libc.sem_wait.argtypes = (ctypes.c_void_p,)
+POST_FUNCTION = ctypes.cast(libc.sem_post, ctypes.c_void_p).value or 0  # address of sem_post
 
 
 def create(address: int) -> None:
     """Initialize a semaphore with the value 0 in ``SEMAPHORE_BYTES`` of shared memory at ``address``."""
-    _check(_sem_init(address, 1, 0), "sem_init")
+    _check(libc.sem_init(address, 1, 0), "sem_init")
 
 
 def post(address: int) -> None:
-    _check(_sem_post(address), "sem_post")
+    _check(libc.sem_post(address), "sem_post")
 
 
 def wait(address: int) -> None:
     """Sleep in the kernel until the value is above 0, and decrement it."""
-    while _sem_wait(address):
+    while libc.sem_wait(address):
         if ctypes.get_errno() != errno.EINTR:
             _check(-1, "sem_wait")
 

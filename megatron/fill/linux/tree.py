@@ -21,21 +21,15 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process at one moment.
-
-    Attributes:
-        state: state letter of proc_pid_stat(5).
-        started: start time in ticks since boot; with the pid it identifies a process uniquely.
-        busy_ticks: CPU time in ticks, with that of reaped children.
-    """
+    """A process at one moment."""
 
     pid: int
     parent: int
     group: int
-    state: str
+    state: str  # state letter of proc_pid_stat(5)
     threads: int
-    started: int
-    busy_ticks: int
+    started: int  # start time in ticks since boot; with the pid it identifies a process uniquely
+    busy_ticks: int  # CPU time in ticks, with that of reaped children
 
     @property
     def alive(self) -> bool:
@@ -83,15 +77,12 @@ class WorkerTree:
         pid: first process of the worker.
         mark: value of ``MARK`` in its environment.
         holder: pid of the parent that set up the sandbox and ends with the worker; excluded from the tree.
-
-    Attributes:
-        zombies: number of processes dead but not reaped, as of the latest look; each still takes a pid.
     """
 
     def __init__(self, pid: int, mark: str, holder: int | None = None) -> None:
         self.pid = pid
         self.mark = mark
-        self.zombies = 0
+        self.zombies = 0  # processes dead but not reaped, as of the latest look; each still takes a pid
         self._own = {pid} if holder is None else {pid, holder}
         self._added = self._own - OWN
         OWN.update(self._added)
