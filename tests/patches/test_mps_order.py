@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app import share
-from megatron.fill.device.before_cuda import ASK_NVML, leave_driver_alone
+from megatron.fill.device.joining import ASK_NVML, join_early
 from tests.e2e.launch import FRESH, WARM
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_pytorch_asks_nvml_where_the_run_shares_by_mps(arguments: list[str], asks: dict[str, str]) -> None:
-    environment: dict[str, str] = {}
-    leave_driver_alone(arguments, environment)
-    assert environment == asks
+    environment = {"PIPEFILL_CPU_BACKEND": "1"}  # joins no daemon
+    join_early(arguments, environment)
+    assert environment == {"PIPEFILL_CPU_BACKEND": "1"} | asks
 
 
 IMPORTS = """

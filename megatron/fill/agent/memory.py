@@ -19,8 +19,8 @@ logger = logging.getLogger("pipefill.agent")
 
 def worker_cap(
     job_bytes: int | None, device: WorkerDevice, cycle: BubbleCycle | None, margin_bytes: int, others_bytes: int
-) -> int | NoRoom | None:
-    """Return the memory that a worker may hold in bytes; None for no cap, NoRoom if it is less than the job asks for.
+) -> int | NoRoom:
+    """Return the memory that a worker may hold in bytes; NoRoom if it is less than the job asks for.
 
     Args:
         cycle: the bubble cycle, with the memory that was recently free in each bubble; no more counts than is free now.
@@ -28,9 +28,9 @@ def worker_cap(
             training may have grown in the meantime.
         others_bytes: memory that the device's other worker was promised and does not hold yet.
     """
-    now_bytes = device.free_bytes()
-    free = [min(slot.free_bytes, now_bytes) for slot in cycle.slots] if cycle is not None else []
-    found = cap(job_bytes, free or [now_bytes], margin_bytes + device.overhead_bytes, others_bytes)
+    slots = cycle.slots if cycle is not None else ()
+    free_bytes = min([device.free_bytes(), *(slot.free_bytes for slot in slots)])
+    found = cap(job_bytes, free_bytes, margin_bytes + device.overhead_bytes, others_bytes)
     if job_bytes is not None and isinstance(found, int) and found < job_bytes:
         return NoRoom(f"it asks for {mib(job_bytes)}, and the main job leaves {mib(found)}")
     return found
@@ -47,7 +47,7 @@ class DeviceMemory:
     def __post_init__(self) -> None:
         self._shares: list[MemoryShare] = []
 
-    def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
+    def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom:
         """Return the memory that a worker may hold in addition to those that run (``worker_cap``)."""
         others_bytes = sum(share.unused_promise_bytes for share in self._shares.copy())
         return worker_cap(job_bytes, self.device, cycle, self.margin_bytes, others_bytes)

@@ -7,8 +7,7 @@ import shutil
 
 from megatron.fill.config import FillSettings
 from megatron.fill.device import DeviceError, MpsDaemon, Sharing
-from megatron.fill.device.before_cuda import ASK_NVML
-from megatron.fill.device.joining import join
+from megatron.fill.device.joining import ASK_NVML, join
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import Nvml
 from megatron.fill.device.probes import has_host_pids

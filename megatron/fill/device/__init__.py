@@ -14,16 +14,7 @@ __all__ = ["DeviceError", "Limiter", "Limits", "MpsDaemon", "Sharing", "WorkerDe
 def open_device(
     name: str, mps: MpsDaemon | None = None, uuid: str | None = None, rank: int | None = None
 ) -> WorkerDevice:
-    """Open the device ``cpu`` or ``cuda:N``.
-
-    Args:
-        mps: daemon that the rank uses; None for time-slicing.
-        uuid: UUID of the GPU, if the rank knows it.
-        rank: pid of the training's process on the device; None for this process.
-
-    Raises:
-        DeviceError: there is no such device.
-    """
+    """Open the device ``cpu``, or ``cuda:N`` with the arguments of ``CudaDevice``; DeviceError if there is none."""
     if name == "cpu":
         from megatron.fill.device.cpu import CpuDevice
 

@@ -1,7 +1,6 @@
 """Import-time setup before Megatron, whose own import queries CUDA and imports Transformer Engine.
 
-A process becomes a client of MPS when it first uses the driver, or never.  So if this run shares by MPS, its daemon is
-joined here, and PyTorch's ``is_available`` is made to query NVML instead of the driver.
+A process becomes a client of MPS when it first uses the driver, or never.
 """
 
 from __future__ import annotations
@@ -10,17 +9,9 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
-from megatron.fill.device.joining import flag_of, join_early
-
-ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-
-
-def leave_driver_alone(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Make PyTorch look for CUDA through NVML, if this command line shares by MPS."""
-    if flag_of(argv, "--fill-sharing") == "mps":
-        environment.setdefault(ASK_NVML, "1")
+from megatron.fill.device.joining import join_early
 
 
 def leave_out_broken(names: Sequence[str] = ("transformer_engine.pytorch", "apex")) -> None:
@@ -50,6 +41,5 @@ def leave_out_broken(names: Sequence[str] = ("transformer_engine.pytorch", "apex
                 )
 
 
-leave_driver_alone(sys.argv, os.environ)
 join_early(sys.argv, os.environ)
 leave_out_broken()

@@ -69,7 +69,8 @@ class HostLimiter:
 
     def look(self) -> str:
         self.alive = self.processes()
-        return self._proc_settings.look([process.pid for process in self.alive]) or self._check(self.alive)
+        pids = [process.pid for process in self.alive]
+        return self._proc_settings.look(pids) or self._check_processes() or self._check_memory(pids)
 
     def processes(self) -> list[tree.Process]:
         """The worker's living processes."""
@@ -87,10 +88,9 @@ class HostLimiter:
         return f"{reason} ({mib(self.peak_bytes)} held at most)" if reason else ""
 
     def busy_s(self) -> float:
-        busy_s = self._cgroup.busy_s() if self._cgroup is not None else None
-        if busy_s is None:
-            busy_s = sum(process.busy_ticks for process in self.alive) / tree.TICKS_PER_S
-        return busy_s
+        if self._cgroup is not None and (busy_s := self._cgroup.busy_s()) is not None:
+            return busy_s
+        return sum(process.busy_ticks for process in self.alive) / tree.TICKS_PER_S
 
     def kill(self) -> None:
         if self._tree is None:
@@ -121,20 +121,18 @@ class HostLimiter:
     def _members(self) -> list[int]:
         return self._cgroup.processes() if self._cgroup is not None else []
 
-    def _check(self, processes: list[tree.Process]) -> str:
-        cgroup = self._cgroup
-        tasks = sum(process.threads for process in processes)
-        tasks += self._tree.zombies if self._tree is not None else 0
-        if tasks > self.limits.processes or (cgroup is not None and cgroup.refused_forks()):
+    def _check_processes(self) -> str:
+        assert self._tree is not None
+        tasks = sum(process.threads for process in self.alive) + self._tree.zombies
+        if tasks > self.limits.processes or (self._cgroup is not None and self._cgroup.refused_forks()):
             return f"over its limit of {self.limits.processes} processes and threads, with {tasks}"
-        return self._check_memory(processes)
+        return ""
 
-    def _check_memory(self, processes: list[tree.Process]) -> str:
+    def _check_memory(self, pids: list[int]) -> str:
         cap = self._cap_bytes
         if self._cgroup is not None and self._cgroup.binds_memory:
             self._note(self._cgroup.held_bytes())
             return self.explain() if self._cgroup.memory_kills() else ""
-        pids = [process.pid for process in processes]
         found = self._memory.count(pids)
         held = found.likely_bytes
         if cap is not None and found.most_bytes > cap:  # only now is the slow, exact count needed
@@ -142,7 +140,7 @@ class HostLimiter:
         self._note(held)
         if cap is None or held <= cap:
             return ""
-        count = f"{len(processes)} processes" if len(processes) > 1 else "1 process"
+        count = f"{len(pids)} processes" if len(pids) > 1 else "1 process"
         return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self.peak_bytes)}"
 
     def _exact_bytes(self, pids: list[int], found: Held, cap: int) -> int:

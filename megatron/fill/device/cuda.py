@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.cpu import HostLimiter
-from megatron.fill.device.mps import MpsDaemon
+from megatron.fill.device.joining import ASK_NVML
+from megatron.fill.device.mps import PIPE, MpsDaemon
 from megatron.fill.device.nvml import Nvml, shared_nvml, uuid_of
 from megatron.fill.device.port import MIB, Limits, Sharing
 from megatron.fill.device.probes import has_host_pids
@@ -52,16 +53,12 @@ class Entrance:
 
     A task may import PyTorch as late as in ``create`` or ``init``, so this is called before and after ``init``; once
     the limits are set, further calls do nothing.
-
-    Args:
-        device: device as the worker knows it.
-        say: called with a message about what cannot be set.
     """
 
-    device: str
+    device: str  # as the worker knows it
     limits: Limits
     sharing: Sharing
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # called with a message about what cannot be set
     _calls: int = field(default=0, init=False)
     _done: bool = field(default=False, init=False)
 
@@ -80,7 +77,7 @@ class Entrance:
 def enter(device: str, limits: Limits, sharing: Sharing) -> str:
     """Set the limits of PyTorch in this process on a GPU; return a message if its share cannot be set, else ''.
 
-    This initializes CUDA.  It changes the current stream of this thread only.
+    This initializes CUDA, and changes the current stream of this thread only.
     """
     cap_memory(device, limits.memory_bytes)
     if sharing is Sharing.MPS or limits.sm_percentage == 100:
@@ -168,12 +165,10 @@ class CudaLimiter:
         self._witness = witness
         self.held_bytes = self.peak_bytes = 0
         # With the NVML check, a task whose import asks PyTorch for CUDA can still fork afterwards.
-        environment = {"CUDA_VISIBLE_DEVICES": uuid, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        environment = {"CUDA_VISIBLE_DEVICES": uuid, ASK_NVML: "1"}
         # Without MPS, the worker must not become a client of a daemon that happens to run on this machine: it would
         # share faults with all other clients of that daemon, and have no limits.
-        environment |= (
-            {"CUDA_MPS_PIPE_DIRECTORY": _NO_DAEMON} if mps is None else mps.environment(limits, uuid, OVERHEAD_BYTES)
-        )
+        environment |= {PIPE: _NO_DAEMON} if mps is None else mps.environment(limits, uuid, OVERHEAD_BYTES)
         if limits.memory_bytes is not None:
             total = nvml.total_bytes(uuid)
             environment |= allocator_environment(limits.memory_bytes, total, os.environ, version("torch"))
@@ -249,8 +244,7 @@ class CudaDevice:
     Args:
         name: name by which the rank knows the device: ``cuda:3``.
         mps: daemon that the rank uses; None for time-slicing.
-        uuid: UUID of the GPU; None to find it by ``CUDA_VISIBLE_DEVICES``, which assumes that CUDA numbers the GPUs in
-            the order of their PCI bus.
+        uuid: UUID of the GPU; None to find it by ``CUDA_VISIBLE_DEVICES``, if CUDA numbers GPUs by their PCI bus.
         rank: pid of the training's process on the device; None for this process.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron.fill.device.port import DeviceError, Sharing
+from megatron.fill.device.port import DeviceError
 from megatron.fill.device.probes import Facts
 from megatron.fill.device.sharing import choose_sharing, mps_obstacle
 
@@ -19,8 +19,6 @@ class Has(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """An ability that a machine has, has partly, or lacks."""
-
     name: str
     has: Has
     detail: str
@@ -28,17 +26,11 @@ class Ability:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The enforcement of a limit.
-
-    Attributes:
-        limit: name of the limit.
-        uses: mechanism that enforces it.
-        instead: reason why no better mechanism is used; empty if there is none.
-    """
+    """A limit, and the mechanism that enforces it."""
 
     limit: str
     uses: str
-    instead: str = ""
+    instead: str = ""  # reason why no better mechanism is used; empty if there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,6 @@ class Diagnosis:
 
 
 def diagnose(facts: Facts) -> Diagnosis:
-    """Diagnose a machine from the facts found on it."""
     return Diagnosis(_abilities(facts), list(_bindings(facts)), _notes(facts))
 
 
@@ -63,7 +54,7 @@ def _abilities(facts: Facts) -> list[Ability]:
         Ability("CUDA", _yes(bool(facts.gpus)), _counted(facts.gpus) or "no GPU"),
         Ability("NVML", _yes(bool(facts.gpus)), f"driver {facts.driver}" if facts.gpus else facts.driver),
         *(_for_jobs(facts) if facts.gpus else []),
-        Ability("MPS", _yes(not _mps_obstacle(facts)), facts.mps or "no nvidia-cuda-mps-control"),
+        Ability("MPS", _yes(bool(facts.gpus and facts.mps)), facts.mps or "no nvidia-cuda-mps-control"),
         Ability("host pids", _yes(facts.host_pids), "" if facts.host_pids else "a container with pids of its own"),
         Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
         Ability("dmem", _yes(bool(facts.device_regions)), ", ".join(facts.device_regions)),
@@ -85,20 +76,23 @@ def _for_jobs(facts: Facts) -> list[Ability]:
 
 
 def _bindings(facts: Facts) -> Iterator[Binding]:
-    home = facts.cgroup
+    home, no_mps = facts.cgroup, mps_obstacle(len(facts.gpus), bool(facts.mps))
     no_group = home.why or "the control group lacks the controller"
     if home.binds_memory:
         yield Binding("CPU memory", "memory.max over the whole worker, and RLIMIT_DATA per process")
     else:
         yield Binding("CPU memory", "RLIMIT_DATA per process, and a watch over their sum, 5 times a second", no_group)
     if facts.gpus:
-        yield _gpu_memory(facts)
+        yield _gpu_memory(facts, no_mps)
     if home.binds_processes:
         yield Binding("processes", "pids.max")
     else:
         yield Binding("processes", "a count, 5 times a second, and RLIMIT_NPROC", no_group)
     if facts.gpus:
-        yield _multiprocessors(facts)
+        uses, instead = "a green context, where driver and PyTorch have them", f"MPS caps commands too, but {no_mps}"
+        if not no_mps:
+            uses, instead = f"{uses}; with MPS its thread percentage", "a green context does not bind commands"
+        yield Binding("SM share", uses, instead)
     yield _sharing(facts)
     if home.path is not None:
         yield Binding("kill", "cgroup.kill, then all descendants")
@@ -110,48 +104,30 @@ def _bindings(facts: Facts) -> Iterator[Binding]:
         yield Binding("cores", "pinning only", "the idle scheduling class is refused here")
 
 
-def _gpu_memory(facts: Facts) -> Binding:
-    """The enforcement of a worker's device memory, and what a kernel and driver with ``dmem`` would add."""
+def _gpu_memory(facts: Facts, no_mps: str) -> Binding:
     uses = "PyTorch's allocator"
-    uses += "; with MPS also the driver" if not _mps_obstacle(facts) else ""
+    uses += "" if no_mps else "; with MPS also the driver"
     uses += "; a watch over NVML for what escapes"
     if facts.device_limits:
         uses += f"; dmem.max, set for this whole group: {', '.join(facts.device_limits)}"
-    if facts.host_pids:
-        return Binding("GPU memory", uses, _why_no_dmem(facts))
-    pids = "the watch works only where NVML lists the rank by its own pid: it may mean the host's"
-    return Binding("GPU memory", uses, f"{pids}; {_why_no_dmem(facts)}")
-
-
-def _why_no_dmem(facts: Facts) -> str:
-    """The reason why no control group of the worker limits its device memory."""
+    instead = "no dmem.max for a worker: no driver has registered device memory (Linux 6.14, NVIDIA from r615)"
     if facts.device_regions:
-        return "PipeFill sets no dmem.max for a worker yet"
-    return "no dmem.max for a worker: no driver has registered device memory (Linux 6.14, NVIDIA from r615)"
-
-
-def _multiprocessors(facts: Facts) -> Binding:
-    obstacle = _mps_obstacle(facts)
-    uses = "a green context, where driver and PyTorch have them"
-    if obstacle:
-        return Binding("SM share", uses, f"MPS caps commands too, but {obstacle}")
-    return Binding("SM share", f"{uses}; with MPS its thread percentage", "a green context does not bind commands")
+        instead = "PipeFill sets no dmem.max for a worker yet"
+    if not facts.host_pids:
+        instead = f"the watch works only where NVML lists the rank by its own pid: it may mean the host's; {instead}"
+    return Binding("GPU memory", uses, instead)
 
 
 def _sharing(facts: Facts) -> Binding:
     try:
-        mode, why = choose_sharing(
-            "auto", gpus=len(facts.gpus), mps_program=bool(facts.mps), exclusive=bool(facts.exclusive)
-        )
+        _, why = choose_sharing("auto", len(facts.gpus), bool(facts.mps), exclusive=bool(facts.exclusive))
     except DeviceError as error:
         return Binding("sharing", "no job can use a GPU", str(error))
-    if not facts.gpus:
-        return Binding("sharing", "the cores' scheduler", why)
-    return Binding("sharing", "time-slicing" if mode is Sharing.TIMESLICE else "MPS", why)
+    return Binding("sharing", "time-slicing" if facts.gpus else "the cores' scheduler", why)
 
 
 def _notes(facts: Facts) -> list[str]:
-    """Notes on the faults that each mode cannot contain."""
+    """The faults that each mode cannot contain."""
     notes = []
     if facts.gpus:
         notes += [
@@ -174,10 +150,6 @@ def _notes(facts: Facts) -> list[str]:
     if "cpu" in facts.cgroup.controllers:
         notes.append("the worker's group has the idle class as a whole (cpu.idle), the watcher of a command too")
     return notes
-
-
-def _mps_obstacle(facts: Facts) -> str:
-    return mps_obstacle(len(facts.gpus), bool(facts.mps))
 
 
 def _yes(value: bool) -> Has:

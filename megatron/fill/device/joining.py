@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron.fill.device import mps_guard
-from megatron.fill.device.mps import MpsDaemon
+from megatron.fill.device.mps import PIPE, MpsDaemon
 from megatron.fill.device.nvml import Nvml, uuid_of
 from megatron.fill.device.port import DeviceError
 
-PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # makes PyTorch's ``is_available`` query NVML instead of the driver
 _joined: list[MpsDaemon] = []  # at most one
 
 
@@ -51,9 +51,13 @@ def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon
 
 
 def join_early(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Join the daemon that this command line asks for; errors in it are reported later, when it is parsed."""
+    """Leave the driver alone and join the daemon, if this command line shares by MPS.
+
+    Errors in it are reported later, when it is parsed.
+    """
     if flag_of(argv, "--fill-sharing") != "mps":
         return
+    environment.setdefault(ASK_NVML, "1")
     if environment.get("PIPEFILL_CPU_BACKEND") != "1" and "--fill-cpu-backend" not in argv:
         with suppress(DeviceError, OSError):
             join(flag_of(argv, "--fill-report"), environment)

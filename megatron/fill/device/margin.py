@@ -18,20 +18,16 @@ _PIECE_BYTES = 64 * MIB
 
 
 class Allocator(Protocol):
-    """A caching allocator, which keeps memory that it has reserved."""
+    """A caching allocator, which keeps memory that it has reserved from the driver, in use or not.
 
-    def reserved_bytes(self) -> int:
-        """The memory reserved from the driver, in use or not."""
+    ``take`` allocates bytes that return to its cache when the result is dropped; MemoryError if the driver has none.
+    """
 
-    def peak_bytes(self) -> int:
-        """The peak of the memory in use."""
+    def reserved_bytes(self) -> int: ...
 
-    def take(self, size: int) -> Any:
-        """Allocate ``size`` bytes, which return to the allocator's cache when the result is dropped.
+    def peak_bytes(self) -> int: ...
 
-        Raises:
-            MemoryError: the driver has no more memory.
-        """
+    def take(self, size: int) -> Any: ...
 
 
 def keep_margin(allocator: Allocator, margin_bytes: int) -> int:

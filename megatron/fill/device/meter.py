@@ -19,12 +19,10 @@ class Meter(Protocol):
     def forget(self) -> None:
         """Empty the allocator's cache, so that memory of earlier work does not count for the work that follows."""
 
-    def start(self) -> None:
-        """Start to measure."""
+    def start(self) -> None: ...
 
     def stop(self) -> tuple[int, int]:
-        """Stop to measure; return the time in ns, and the peak of all memory of this process since ``start``, in
-        bytes."""
+        """Return the time in ns, and the peak of all memory of this process in bytes, since ``start``."""
 
 
 class HostMeter:
@@ -84,10 +82,7 @@ def resident_bytes() -> int:
 def fingerprint(device: str) -> str:
     """A text with all that a measured time depends on besides the job: the device's model, and software versions.
 
-    Devices with the same fingerprint share their profiles.
-
-    Raises:
-        DeviceError: PipeFill is used from a checkout that is not installed.
+    Devices with the same fingerprint share their profiles.  DeviceError as ``own_version``.
     """
     versions = f"torch {version('torch')}, pipefill {own_version()}"
     if not device.startswith("cuda"):
@@ -98,11 +93,7 @@ def fingerprint(device: str) -> str:
 
 
 def own_version() -> str:
-    """The version of PipeFill that is installed for this Python.
-
-    Raises:
-        DeviceError: PipeFill is not installed, for example because a checkout is used without an install.
-    """
+    """The version of PipeFill that is installed for this Python; DeviceError for a checkout without an install."""
     try:
         return version("pipefill")
     except PackageNotFoundError as error:

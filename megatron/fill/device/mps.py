@@ -26,6 +26,7 @@ from megatron.fill.linux.proc import text
 from megatron.fill.linux.tree import read_process
 
 PROGRAM = "nvidia-cuda-mps-control"
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 _PID_FILE = "nvidia-cuda-mps-control.pid"
 _OWNER_FILE = "owner"  # identity of the process for which the daemon was started
 _PATH_BYTES = 107 - len("/control_privileged")  # a unix socket's address has 108 bytes with its final zero
@@ -36,21 +37,13 @@ _QUIT_S = 10
 
 @dataclass(eq=False)
 class MpsDaemon:
-    """A running daemon; ``start`` or ``existing`` creates it.
+    """A running daemon; ``start`` or ``existing`` creates it."""
 
-    Attributes:
-        pipe: ``CUDA_MPS_PIPE_DIRECTORY``.
-        log: ``CUDA_MPS_LOG_DIRECTORY``.
-        ours: True if this process started it, and so may stop it.
-        program: name or path of the control program.
-        outside: True if it was started outside of this run, perhaps in another pid namespace.
-    """
-
-    pipe: Path
-    log: Path
-    ours: bool
-    program: str
-    outside: bool = False
+    pipe: Path  # ``CUDA_MPS_PIPE_DIRECTORY``
+    log: Path  # ``CUDA_MPS_LOG_DIRECTORY``
+    ours: bool  # True if this process started it, and so may stop it
+    program: str  # name or path of the control program
+    outside: bool = False  # True if it was started outside of this run, perhaps in another pid namespace
 
     @classmethod
     def start(
@@ -64,7 +57,6 @@ class MpsDaemon:
             run_dir: run folder; the log goes into its folder ``mps``.
             uuids: GPUs to serve, in the order in which the training numbers them.
             owner: pid of a process that lives as long as the run on this node, such as the ranks' common parent.
-            program: name or path of the control program.
             base: folder for the pipes, whose path must be short; None for the system's folder for temporary files.
 
         Raises:
@@ -92,11 +84,7 @@ class MpsDaemon:
 
     @classmethod
     def existing(cls, pipe: Path, program: str = PROGRAM) -> MpsDaemon:
-        """Use a daemon that another program runs, and never stop it.
-
-        Raises:
-            DeviceError: no daemon answers there.
-        """
+        """Use a daemon that another program runs, and never stop it; DeviceError if none answers there."""
         daemon = cls(pipe, pipe, False, program, outside=True)
         if not daemon.answers():
             raise DeviceError(f"{pipe}: no MPS daemon answers there")
@@ -106,14 +94,10 @@ class MpsDaemon:
         return self._ask("get_server_list") is not None
 
     def main_environment(self, uuids: Sequence[str]) -> dict[str, str]:
-        """The environment for the training's ranks, set before they use CUDA: the whole GPU, at normal priority.
-
-        Args:
-            uuids: GPUs as given to ``start``.  Indices would be relative to the daemon's own devices.
-        """
+        """The environment for the training's ranks, set before they use CUDA: the whole GPU, at normal priority."""
         return {
-            "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
-            "CUDA_VISIBLE_DEVICES": ",".join(uuids),
+            PIPE: str(self.pipe),
+            "CUDA_VISIBLE_DEVICES": ",".join(uuids),  # indices would be relative to the daemon's own devices
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100",
             "CUDA_MPS_CLIENT_PRIORITY": "0",
         }
@@ -125,7 +109,7 @@ class MpsDaemon:
         not match UUIDs; the number 0 of a single visible device is always right.
         """
         environment = {
-            "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
+            PIPE: str(self.pipe),
             "CUDA_VISIBLE_DEVICES": device_uuid,
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(limits.sm_percentage),
             "CUDA_MPS_CLIENT_PRIORITY": "1",
@@ -136,11 +120,7 @@ class MpsDaemon:
         return environment
 
     def clients(self, timeout_s: float = _COMMAND_S) -> dict[int, int]:
-        """The pids of the daemon's clients, each with the pid of its server.
-
-        Raises:
-            DeviceError: the daemon did not answer in time.
-        """
+        """The pids of the daemon's clients, each with the pid of its server; DeviceError without an answer in time."""
         end_s = time.monotonic() + timeout_s
 
         def asked(command: str) -> list[int]:
@@ -153,12 +133,9 @@ class MpsDaemon:
         return {client: server for server in servers for client in asked(f"get_client_list {server}")}
 
     def terminate(self, pids: Sequence[int], timeout_s: float = _COMMAND_S) -> list[int]:
-        """Have the daemon take these processes off the GPU, if they are clients, before they are killed.
+        """Have the daemon take these processes off the GPU, if they are clients; return those that it did not confirm.
 
         A client that dies with outstanding work can end the other clients of its GPU.
-
-        Returns:
-            Pids of processes for which the daemon did not confirm in time that they are off the GPU.
         """
         end_s = time.monotonic() + timeout_s
         try:
@@ -246,16 +223,11 @@ class MpsDaemon:
         return done.stdout if done.returncode == 0 else None
 
     def _environment(self) -> dict[str, str]:
-        ours = {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe), "CUDA_MPS_LOG_DIRECTORY": str(self.log)}
-        return dict(os.environ) | ours
+        return dict(os.environ) | {PIPE: str(self.pipe), "CUDA_MPS_LOG_DIRECTORY": str(self.log)}
 
 
 def _pipe_folder(run_dir: Path, base: Path | None) -> Path:
-    """Create the run's pipe folder, which is the same for every start on this node and open to this user only.
-
-    Raises:
-        DeviceError: its path is too long, or it is not this user's alone.
-    """
+    """Create the run's pipe folder, which is the same for every start on this node and open to this user only."""
     digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
     name = f"pipefill-mps-{os.getuid()}-{digest}"
     pipe = (base or Path(tempfile.gettempdir())) / name

@@ -24,19 +24,10 @@ class Gpu:
 
 
 class Nvml:
-    """A thin, typed wrapper of the ``pynvml`` module.
-
-    Args:
-        library: module to use instead, for tests.
-
-    Raises:
-        DeviceError: there is no driver.
-    """
+    """A thin, typed wrapper of the ``pynvml`` module, or of a stand-in for it; DeviceError if there is no driver."""
 
     def __init__(self, library: Any = None) -> None:
-        if library is None:
-            library = import_module("pynvml")
-        self._library = library
+        self._library = library = library or import_module("pynvml")
         try:
             library.nvmlInit()
         except library.NVMLError as error:
@@ -56,8 +47,7 @@ class Nvml:
         return found
 
     def shared_by(self, uuid: str) -> str:
-        """The processes that may use a GPU at a time, by its compute mode: ``all``, ``one`` or ``nobody``; ``all``
-        without a mode."""
+        """The processes that may use a GPU at a time, by its compute mode: ``all``, ``one`` or ``nobody``."""
         try:
             mode = self._library.nvmlDeviceGetComputeMode(self._handle(uuid))
         except (self._library.NVMLError, AttributeError):  # a MIG slice has no compute mode
@@ -99,10 +89,7 @@ class Nvml:
             raise DeviceError(f"GPU {uuid}: {error}") from error
 
 
-@cache
-def shared_nvml() -> Nvml:
-    """The ``Nvml`` of this process."""
-    return Nvml()
+shared_nvml = cache(Nvml)  # that of this process
 
 
 def uuid_of(name: str, visible: str | None, gpus: list[Gpu]) -> str:

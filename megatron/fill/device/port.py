@@ -24,24 +24,14 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a worker.
+    """The limits of a worker; DeviceError if one is out of its range."""
 
-    Attributes:
-        memory_bytes: device memory of all processes of the worker together; on the CPU, memory that they hold privately
-            or share with each other; on CUDA, memory that they allocate (each context takes
-            ``WorkerDevice.overhead_bytes`` more).  None for no cap.
-        processes: number of processes and threads.
-        files: number of open files of each process.
-        sm_percentage: share of a GPU's multiprocessors, 1 to 100.
-
-    Raises:
-        DeviceError: a limit is out of its range.
-    """
-
+    # Device memory of all its processes together; on the CPU, memory that they hold privately or share with each other;
+    # on CUDA, memory that they allocate (each context takes ``WorkerDevice.overhead_bytes`` more).  None for no cap.
     memory_bytes: int | None = None
-    processes: int = 256
-    files: int = 1024
-    sm_percentage: int = 100
+    processes: int = 256  # processes and threads
+    files: int = 1024  # open files of each process
+    sm_percentage: int = 100  # share of a GPU's multiprocessors
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes <= 0:
@@ -53,24 +43,16 @@ class Limits:
 
 
 class Limiter(Protocol):
-    """The enforcement of one worker's limits, by its agent.
+    """The enforcement of one worker's limits, by its agent."""
 
-    Attributes:
-        environment: variables to add to the worker's environment before it is started.
-        held_bytes: device memory that the worker's processes hold, as of the latest ``look``.
-        peak_bytes: the greatest of any ``look``.
-    """
-
-    environment: dict[str, str]
-    held_bytes: int
-    peak_bytes: int
+    environment: dict[str, str]  # variables to add to the worker's environment before it is started
+    held_bytes: int  # device memory that the worker's processes hold, as of the latest ``look``
+    peak_bytes: int  # the greatest of any ``look``
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
-        """Take over a worker that was just started.
+        """Take over a worker that was just started, by its first process, from which all others descend.
 
-        Args:
-            pid: first process of the worker; all others descend from it.
-            holder: parent of the worker that set up its sandbox, if it is not the caller; it has no limits.
+        ``holder`` is its parent that set up the sandbox, if it is not the caller; it has no limits.
         """
 
     def look(self) -> str:
@@ -93,22 +75,14 @@ class Limiter(Protocol):
 
 
 class WorkerDevice(Protocol):
-    """A rank's device, as its agent sees it.
+    """A rank's device, as its agent sees it."""
 
-    Attributes:
-        name: name by which the rank knows it: ``cpu`` or ``cuda:3``.
-        worker_name: name by which workers know it; they see a single GPU, ``cuda:0``.
-        overhead_bytes: device memory that a worker takes in addition to its allocations.
-        nodes: files in ``/dev`` that a worker needs to use it.
-    """
+    name: str  # name by which the rank knows it: ``cpu`` or ``cuda:3``
+    worker_name: str  # name by which workers know it; they see a single GPU, ``cuda:0``
+    overhead_bytes: int  # device memory that a worker takes in addition to its allocations
+    nodes: tuple[str, ...]  # files in ``/dev`` that a worker needs to use it
 
-    name: str
-    worker_name: str
-    overhead_bytes: int
-    nodes: tuple[str, ...]
-
-    def free_bytes(self) -> int:
-        """The free memory of the device in bytes."""
+    def free_bytes(self) -> int: ...
 
     def energy_j(self) -> float | None:
         """The energy in J that the device has used since some time in the past; None if it has no counter."""
@@ -116,6 +90,5 @@ class WorkerDevice(Protocol):
     def limiter(self, limits: Limits, name: str) -> Limiter:
         """Create the limiter of a worker that is about to be started.
 
-        Args:
-            name: name unique among the living workers of this machine; letters, digits, ``.``, ``_`` and ``-``.
+        ``name`` is unique among the living workers of this machine; letters, digits, ``.``, ``_`` and ``-``.
         """

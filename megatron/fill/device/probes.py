@@ -20,45 +20,29 @@ _HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on ev
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The results of the probes.
+    """The results of the probes."""
 
-    Attributes:
-        gpus: names of the GPUs; empty for none.
-        driver: version of the driver, or the reason why there is none.
-        mps: path of the MPS control program; empty for none.
-        host_pids: True if this process is in the pid namespace that the driver and the kernel's log use.
-        cgroup: place for the workers' control groups.
-        idle_class: True if the idle scheduling class may be used.
-        autogroup: True if sessions compete for the cores as groups.
-        sealing: True if shared memory can be sealed.
-        device_regions: regions of device memory that the kernel's controller ``dmem`` knows.
-        device_limits: limits in ``dmem.max`` of this process's control group and those above it: ``region bytes``.
-        exclusive: descriptions of the GPUs that only one process or none may use, by their compute mode.
-        cuda_lacks: reason why CUDA does not start in a job's sandbox; empty if it does, or there is no GPU.
-        unordered: reason why this processor's shared memory cannot be used without locks; empty if it can.
-    """
-
-    gpus: tuple[str, ...]
-    driver: str
-    mps: str
-    host_pids: bool
+    gpus: tuple[str, ...]  # names
+    driver: str  # version of the driver, or the reason why there is none
+    mps: str  # path of the MPS control program; empty for none
+    host_pids: bool  # True if this process is in the pid namespace that the driver and the kernel's log use
     cgroup: CgroupHome
     cores: int
-    idle_class: bool
-    autogroup: bool
-    sealing: bool
-    kernel_log: bool
-    device_regions: tuple[str, ...] = ()
-    device_limits: tuple[str, ...] = ()
-    exclusive: tuple[str, ...] = ()
-    cuda_lacks: str = ""
-    unordered: str = ""
+    idle_class: bool  # True if the idle scheduling class may be used
+    autogroup: bool  # True if sessions compete for the cores as groups
+    sealing: bool  # True if shared memory can be sealed
+    kernel_log: bool  # True if it can be read
+    device_regions: tuple[str, ...] = ()  # regions of device memory that the kernel's controller ``dmem`` knows
+    device_limits: tuple[str, ...] = ()  # limits on this process in ``dmem.max``: ``region bytes``
+    exclusive: tuple[str, ...] = ()  # the GPUs that only one process or none may use, by their compute mode
+    cuda_lacks: str = ""  # reason why CUDA does not start in a job's sandbox; empty without a GPU
+    unordered: str = ""  # reason why this processor's shared memory cannot be used without locks
 
 
 def gather() -> Facts:
     """Probe this machine, for all facts except ``cuda_lacks``."""
     gpus, driver, exclusive = find_gpus()
-    regions, limits = find_device_limits()
+    device_regions, device_limits = find_device_limits()
     return Facts(
         gpus=gpus,
         driver=driver,
@@ -71,15 +55,14 @@ def gather() -> Facts:
         sealing=can_seal(),
         unordered=unordered(),
         kernel_log=os.access("/dev/kmsg", os.R_OK),
-        device_regions=regions,
-        device_limits=limits,
+        device_regions=device_regions,
+        device_limits=device_limits,
         exclusive=exclusive,
     )
 
 
 def find_gpus() -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """The GPUs' names, the driver's version or the reason why there is none, and descriptions of the GPUs that only one
-    process, or none, may use."""
+    """``Facts.gpus``, ``driver`` and ``exclusive``."""
     try:
         nvml = shared_nvml()
         gpus, driver = nvml.gpus(), nvml.driver()
@@ -93,11 +76,7 @@ def find_gpus() -> tuple[tuple[str, ...], str, tuple[str, ...]]:
 def find_device_limits(
     proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The regions of device memory that control groups know, and the limits on this process (Linux, cgroup-v2.rst).
-
-    Drivers register their regions with the controller ``dmem``, which cannot limit the memory of a driver that does
-    not.
-    """
+    """``Facts.device_regions``, which drivers register, and ``device_limits`` (Linux, cgroup-v2.rst)."""
     lines = text(proc / "self/cgroup").splitlines()
     path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
     own = groups / path.lstrip("/")
@@ -136,7 +115,6 @@ def has_autogroup(proc: Path = Path("/proc")) -> bool:
 
 
 def can_seal() -> bool:
-    """True if shared memory can be sealed against resizing, as the gate requires."""
     try:
         os.close(memfd.create("probe", 1))
     except (OSError, AttributeError):

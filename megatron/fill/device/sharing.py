@@ -11,7 +11,7 @@ from megatron.fill.device.port import DeviceError, Sharing
 
 
 def choose_sharing(
-    setting: str, *, gpus: int, mps_program: bool, same_user: bool = True, exclusive: bool = False
+    setting: str, gpus: int, mps_program: bool, same_user: bool = True, exclusive: bool = False
 ) -> tuple[Sharing, str]:
     """Choose the mode; return it and the reason.
 
@@ -19,7 +19,7 @@ def choose_sharing(
         setting: the user's choice: ``auto``, ``mps`` or ``timeslice``.
         gpus: number of GPUs.
         mps_program: True if the MPS control program is installed.
-        same_user: True if workers run as the training's user.
+        same_user: True if workers run as the training's user, the only one that an MPS server serves.
         exclusive: True if the compute mode of a GPU allows at most one process at a time.
 
     Raises:

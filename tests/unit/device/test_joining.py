@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.fill.device import joining
-from megatron.fill.device.joining import PIPE, flag_of, join, join_early
+from megatron.fill.device.joining import ASK_NVML, flag_of, join, join_early
+from megatron.fill.device.mps import PIPE
 from megatron.fill.device.nvml import Gpu
 from megatron.fill.device.port import DeviceError
 
@@ -47,9 +48,9 @@ def test_a_run_that_asks_for_mps_has_it_before_megatron_is_imported(started: lis
     ("argv", "environment", "after"),
     [
         (["--fill-sharing", "timeslice"], {}, {}),
-        (["--fill-sharing", "mps", "--fill-cpu-backend"], {}, {}),
-        (["--fill-sharing", "mps"], {"PIPEFILL_CPU_BACKEND": "1"}, {"PIPEFILL_CPU_BACKEND": "1"}),
-        (["--fill-sharing=mps"], {PIPE: "/theirs"}, {PIPE: "/theirs"}),
+        (["--fill-sharing", "mps", "--fill-cpu-backend"], {}, {ASK_NVML: "1"}),
+        (["--fill-sharing", "mps"], {"PIPEFILL_CPU_BACKEND": "1"}, {"PIPEFILL_CPU_BACKEND": "1", ASK_NVML: "1"}),
+        (["--fill-sharing=mps"], {PIPE: "/theirs"}, {PIPE: "/theirs", ASK_NVML: "1"}),
     ],
 )
 def test_others_start_no_daemon(
@@ -68,7 +69,7 @@ def test_what_is_wrong_is_left_to_be_said_with_the_command_line(
     monkeypatch.setattr(joining.MpsDaemon, "start", refuse)
     environment: dict[str, str] = {}
     join_early(ASKED, environment)
-    assert environment == {}
+    assert environment == {ASK_NVML: "1"}
     with pytest.raises(DeviceError, match="there is no nvidia-cuda-mps-control"):
         join("runs/a", environment)
 
