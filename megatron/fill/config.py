@@ -143,10 +143,10 @@ class FillSettings(SiteSettings):
         """Return the settings from the flags that Megatron's parser has parsed; ConfigError for a wrong value."""
         values = {name: getattr(args, f"fill_{name}") for name in cls.flags()}
         path = values.pop("jobs")
-        if values["profile_only"] and path is not None:
-            raise ConfigError("--fill-profile-only measures the bubbles without jobs; expected no --fill-jobs with it")
-        if values["profile_only"] and values["store"] is not None:
-            raise ConfigError("--fill-profile-only measures the bubbles without jobs; expected no --fill-store with it")
+        for other, given in (("jobs", path), ("store", values["store"])):
+            if values["profile_only"] and given is not None:
+                but = f"expected no --fill-{other} with it"
+                raise ConfigError(f"--fill-profile-only measures the bubbles without jobs; {but}")
         if path == "":
             raise ConfigError("--fill-jobs is '': expected a jobs file")
         values |= load_settings(args.fill_settings or (), tuple(cls.flags()))

@@ -165,8 +165,7 @@ class MeasuredJob:
     def from_dict(cls, data: Any) -> MeasuredJob:
         """Return the measurements from the data of ``to_dict``, which a job or an older version may have written.
 
-        Raises:
-            ValueError: the data is invalid, and the job has to be measured again.
+        ValueError if it is invalid: the job has to be measured again.
         """
         if not isinstance(data, dict):
             raise ValueError(f"what was measured of a job is a {type(data).__name__}; expected an object")
@@ -206,12 +205,8 @@ class BubbleCycle:
         return sum(slot.duration_ns for slot in self.slots)
 
 
-def cycle_to_dict(cycle: BubbleCycle) -> dict[str, Any]:
-    return asdict(cycle)
-
-
 def cycle_from_dict(data: dict[str, Any]) -> BubbleCycle:
-    """Return the cycle from the data of ``cycle_to_dict``; ValueError if it is none."""
+    """Return the cycle from the data of ``asdict``; ValueError if it is none."""
     try:
         slots = (
             BubbleSlot(BubbleKind(slot["kind"]), int(slot["duration_ns"]), int(slot["free_bytes"]))

@@ -28,15 +28,17 @@ class Work:
     side_throughput: float | None = None  # its work per second on a cheaper device, for the report only
 
     @property
+    def instance(self) -> tuple[int, int]:
+        """Its index and the number of instances; 0 and 1 without a count."""
+        return self.array or (0, 1)
+
+    @property
     def what(self) -> str:
         """``module:Class``, or the command line."""
         return self.task or shlex.join(self.command or ())
 
     def profile_key(self, device: str) -> str:
-        """Return the store's key of its profiles, equal for equal work with the same memory limit and device.
-
-        The device is given by its fingerprint, with versions, so that a stale or foreign profile is not found.
-        """
+        """Return the store's key of its profiles; ``device`` is a fingerprint, so that no stale profile is found."""
         what = [self.task or self.command, self.args, self.memory_bytes, device]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 

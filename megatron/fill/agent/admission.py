@@ -108,7 +108,7 @@ def environment(
 
 def job_variables(job: Job, run: str, directory: Path) -> dict[str, str]:
     """Return the variables ``PIPEFILL_*`` that describe a job to itself; zero bytes are removed."""
-    index, count = job.work.array or (0, 1)
+    index, count = job.work.instance
     values = {
         "JOB": job.name,
         "JOB_ID": job.id,

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ from megatron.fill.pages.control import ControlPage, Figures, RunState
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher
-from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.records import AgentFile, Estimate, LiveSegment, last_segment
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.queue import JobStore
@@ -253,7 +252,7 @@ class Agent:
             run=context.spec.run_dir,
             busy_until_s=math.inf if paused else self.resident.busy_until_s,
             job=self.resident.job_name,
-            cycle=None if cycle is None else cycle_to_dict(cycle),
+            cycle=None if cycle is None else asdict(cycle),
             refuses=context.ranking.misfits.refused,
         )
 

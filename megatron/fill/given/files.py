@@ -46,11 +46,7 @@ def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) ->
 
 
 def _first_byte(fd: int) -> bytes:
-    """Let a file block from now on; of a pipe, return the first byte if it is there, once the pipe has a writer.
-
-    Raises:
-        TimeoutError: nobody has opened the pipe for writing.
-    """
+    """Let a file block from now on; of a pipe, return the first byte if it is there, once the pipe has a writer."""
     first, end_s = b"", time.monotonic() + _WRITER_S
     try:
         while stat.S_ISFIFO(os.fstat(fd).st_mode) and not (first := os.read(fd, 1)):  # at its end: without a writer

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -100,24 +100,15 @@ class JobSpec(BaseModel):
     after: Annotated[tuple[_Name, ...], BeforeValidator(_list)] = ()
     count: int = Field(default=1, strict=True, ge=1, le=_MOST_OF_ONE)
     side_throughput: float | None = Field(default=None, strict=True, gt=0, le=_MOST_RATE, allow_inf_nan=False)
-    _array: tuple[int, int] | None = PrivateAttr(default=None)  # no field of a file: ``expand`` sets it
-
-    @property
-    def array(self) -> tuple[int, int] | None:
-        """The instance's index (from 0) and the number of instances of a job with a count; None without a count."""
-        return self._array
+    _array: tuple[int, int] | None = PrivateAttr(default=None)  # ``Work.array``; no field of a file: ``expand`` sets it
 
     @model_validator(mode="after")
-    def _one_kind_of_work(self) -> JobSpec:
+    def _can_begin(self) -> JobSpec:
         if (self.task is None) == (self.command is None):
             raise ValueError("expected exactly one of task and command")
         if self.command is not None and self.args:
             raise ValueError("args belong to a task; write a command's arguments into command")
-        return self
-
-    @model_validator(mode="after")
-    def _is_not_after_itself(self) -> JobSpec:  # checked here too, for jobs that a program submits without a file
-        if self.name in self.after:
+        if self.name in self.after:  # checked here too, for jobs that a program submits without a file
             raise ValueError(f"none of these could ever begin: {self.name} after {self.name}")
         return self
 
@@ -151,8 +142,7 @@ class JobSpec(BaseModel):
     def to_submit(self, search: Sequence[str], user: str) -> NewJob:
         """Return the job for ``JobStore.submit``, of the submitting ``user`` unless the file names another.
 
-        Args:
-            search: absolute folders from which the task is imported, in addition to the installed packages.
+        The task is also imported from the absolute folders in ``search``.
         """
         work = Work(
             task=self.task,
@@ -161,7 +151,7 @@ class JobSpec(BaseModel):
             memory_bytes=self.memory,
             env=self.env,
             search=tuple(search),
-            array=self.array,
+            array=self._array,
             timeout_s=self.timeout,
             retries=self.retries,
             after=self.after,
@@ -206,9 +196,9 @@ class JobsFile(BaseModel):
         return jobs
 
 
-def _names(job: JobSpec) -> Iterator[str]:
-    """Yield the name of each instance."""
-    return iter([job.name]) if job.count == 1 else (f"{job.name}-{i}" for i in range(job.count))
+def _names(job: JobSpec) -> tuple[str, ...]:
+    """Return the name of each instance."""
+    return (job.name,) if job.count == 1 else tuple(f"{job.name}-{i}" for i in range(job.count))
 
 
 def expand(jobs: Sequence[JobSpec]) -> list[JobSpec]:
@@ -217,16 +207,12 @@ def expand(jobs: Sequence[JobSpec]) -> list[JobSpec]:
     A job with such a job in ``after`` waits for all its instances.
     """
     found = []
-    instances = {job.name: tuple(_names(job)) for job in jobs}
+    instances = {job.name: _names(job) for job in jobs}
     for job in jobs:
-        if job.after:
-            after = dict.fromkeys(name for first in job.after for name in instances.get(first, (first,)))
-            job = job.model_copy(update={"after": tuple(after)})
+        after = tuple(dict.fromkeys(name for first in job.after for name in instances.get(first, (first,))))
         for index, name in enumerate(instances[job.name]):
-            one = job
-            if job.count > 1:
-                one = job.model_copy(update={"name": name, "count": 1})
-                one._array = index, job.count
+            one = job.model_copy(update={"name": name, "count": 1, "after": after})
+            one._array = (index, job.count) if job.count > 1 else None
             found.append(one)
     return found
 

@@ -37,7 +37,7 @@ _WORD = 1 << 64
 
 
 class PlainYamlError(ValueError):
-    """A text is not YAML as it is accepted here, in a line from 1; None if that is unknown."""
+    """A text is not YAML as it is accepted here, in ``line`` from 1; None if that is unknown."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
@@ -49,8 +49,7 @@ class PlainYaml:
     """The value of a text, and the lines of its parts."""
 
     value: Any  # dicts, lists, strings, numbers, booleans and None
-    # Line of each key or entry, by the ``id`` of its dict or list.
-    lines: Mapping[int, Mapping[Any, int]] = field(default_factory=dict)
+    lines: Mapping[int, Mapping[Any, int]] = field(default_factory=dict)  # of each entry, by the ``id`` of its parent
 
     def line_of(self, path: Sequence[str | int]) -> int | None:
         """Return the line of the value at a path, or of the innermost existing parent; None if there is none."""

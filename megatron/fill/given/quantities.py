@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from datetime import datetime
 from math import isfinite
 
@@ -31,14 +32,12 @@ def parse_bytes(value: object) -> int:
 
 def parse_duration(text: str) -> float:
     """Parse a duration in seconds: ``90s``, ``30m``, ``2h``, ``1d`` or a plain number; ValueError if it is none."""
-    seconds = _span_s(text)
-    try:
-        seconds = float(text) if seconds is None else seconds
-    except ValueError:
-        raise ValueError(DURATION) from None
-    if not (seconds >= 0 and isfinite(seconds)):
-        raise ValueError(DURATION)
-    return seconds
+    with suppress(ValueError):
+        span_s = _span_s(text)
+        seconds = float(text) if span_s is None else span_s
+        if seconds >= 0 and isfinite(seconds):
+            return seconds
+    raise ValueError(DURATION)
 
 
 def parse_timeout(value: object) -> float:
@@ -52,11 +51,7 @@ def parse_timeout(value: object) -> float:
 def parse_deadline(value: object) -> float:
     """Parse a deadline: ``90s``, ``30m``, ``2h`` or ``1d`` from now, or a time in ISO 8601 (local without a zone).
 
-    Returns:
-        Seconds since the epoch.
-
-    Raises:
-        ValueError: the value is neither, or is beyond all reason.
+    Return seconds since the epoch; ValueError if it is neither, or is beyond all reason.
     """
     text = str(value)
     try:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.jobs import matching
-from megatron.fill.given.plainyaml import PlainYaml, PlainYamlError, parse_yaml
+from megatron.fill.given.plainyaml import PlainYamlError, parse_yaml
 from megatron.fill.given.problems import Place, explain, shown
 from megatron.fill.given.quantities import checked_prices
 from megatron.fill.types import Prices, Quota
@@ -23,6 +23,7 @@ MOST_AMOUNT = 10**9  # largest value in its unit: more is a slip
 Amount = Annotated[float, Field(ge=0, le=MOST_AMOUNT, allow_inf_nan=False)]
 Above0 = Annotated[float, Field(gt=0, le=MOST_AMOUNT, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MOST_AMOUNT)]
+_Prices = Annotated[Prices, AfterValidator(lambda prices: checked_prices(prices, "{main: 3.96, side: 0.18}"))]
 
 
 def _setting(default: Any, text: str, **limits: Any) -> Any:
@@ -30,14 +31,12 @@ def _setting(default: Any, text: str, **limits: Any) -> Any:
     return Field(default, description=text, **limits)
 
 
-def _above_0(prices: Prices) -> Prices:
-    return checked_prices(prices, "{main: 3.96, side: 0.18}")
-
-
-class Metrics(BaseModel):
-    """The address of a node's metrics endpoint; a number stands for its port."""
-
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Metrics(_Section):
+    """The address of a node's metrics endpoint; a number stands for its port."""
 
     port: int = Field(ge=1, le=65535)
     address: Annotated[str, matching(r"\S+", "an address such as 127.0.0.1")] = "127.0.0.1"
@@ -57,10 +56,8 @@ class Metrics(BaseModel):
         return self
 
 
-class UsersQuota(BaseModel):
+class UsersQuota(_Section):
     """The most that the jobs of each user may take, as in ``types.Quota``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     jobs: Count | None = None
     device_hours: Above0 | None = None
@@ -73,10 +70,8 @@ class UsersQuota(BaseModel):
         return self
 
 
-class SiteSettings(BaseModel):
+class SiteSettings(_Section):
     """Settings that a site decides once, and most users leave alone: policy, limits, and what PipeFill derives."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     user: Annotated[str, matching(r".*\S.*", "the name of a user")] | None = _setting(
         None, "user that the jobs run as; needs root (default: nobody where the training is root's)"
@@ -116,7 +111,7 @@ class SiteSettings(BaseModel):
         "time after the last iteration for which each rank's jobs run alone, to measure the fill efficiency; on the "
         "CPU the ranks of a node take turns",
     )
-    price: Annotated[Prices, AfterValidator(_above_0)] | None = _setting(
+    price: _Prices | None = _setting(
         None,
         "{main: M, side: S}: what an hour costs, in any currency, for the saving in the report: of all that the "
         "training runs on, and of one of the cheaper devices that the jobs would otherwise run on",
@@ -165,7 +160,10 @@ def _load(text: str, others: Sequence[str]) -> SiteSettings:
     if not text.strip():
         raise ConfigError(f"{FLAG} is {text!r}: expected {expected}")
     inline = text.lstrip().startswith("{")
-    read = _parse(text) if inline else read_yaml(text, expected)
+    try:
+        read = parse_yaml(text) if inline else read_yaml(text, expected)
+    except PlainYamlError as error:
+        raise ConfigError(f"{FLAG} {shown(text)}: {error}") from error
     data = {} if read.value is None else read.value  # a file with comments alone
     place_of_all = FLAG if inline else text
 
@@ -182,10 +180,3 @@ def _load(text: str, others: Sequence[str]) -> SiteSettings:
         return SiteSettings.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error, SiteSettings, where)) from error
-
-
-def _parse(text: str) -> PlainYaml:
-    try:
-        return parse_yaml(text)
-    except PlainYamlError as error:
-        raise ConfigError(f"{FLAG} {shown(text)}: {error}") from error

@@ -51,7 +51,7 @@ def measure(spec: MeasureSpec) -> None:
     meters = meter(spec.device)
     directory, device = Path(spec.directory), fingerprint(spec.device)
     work, task = spec.work, spec.work.task or ""
-    index, count = work.array or (0, 1)
+    index, count = work.instance
     context = TaskContext(spec.name, directory, spec.device, work.memory_bytes, index=index, count=count)
     first = load_task(task, work.search)
     if isinstance(first, ImperativeTask):

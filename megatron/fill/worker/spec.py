@@ -49,7 +49,7 @@ class WorkerSpec(Spec):
 
     def context(self) -> TaskContext:
         """Return the context of the task."""
-        index, count = self.work.array or (0, 1)
+        index, count = self.work.instance
         directory, memory_bytes = Path(self.directory), self.limits.memory_bytes
         return TaskContext(self.name, directory, self.device, memory_bytes, index=index, count=count)
 

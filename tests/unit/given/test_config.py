@@ -124,7 +124,7 @@ def test_wrong_sizes(text):
 def test_instances_know_which_they_are(tmp_path):
     path = write(tmp_path, "jobs: [{name: a, task: m:C, count: 2}, {name: b, command: ls}]")
     settings = FillSettings.from_args(flags(jobs=str(path)))
-    assert [(job.name, job.array, job.count) for job in settings.jobs] == [
+    assert [(job.name, job.to_submit([], "").work.array, job.count) for job in settings.jobs] == [
         ("a-0", (0, 2), 1),
         ("a-1", (1, 2), 1),
         ("b", None, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from megatron.fill.errors import ConfigError
 from megatron.fill.planner.files import load_cycles
 from megatron.fill.planner.plan import drifted
-from megatron.fill.profiles import BubbleCycle, BubbleSlot, cycle_from_dict, cycle_to_dict
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, cycle_from_dict
 from megatron.fill.report.cycle import write_cycles
 from megatron.fill.report.schema import RankCycle
 from megatron.fill.types import BubbleKind
@@ -93,7 +93,7 @@ def test_an_unreadable_file_is_named(tmp_path):
 
 
 def test_json_form_is_read_back():
-    assert cycle_from_dict(json.loads(json.dumps(cycle_to_dict(CYCLE)))) == CYCLE
+    assert cycle_from_dict(json.loads(json.dumps(asdict(CYCLE)))) == CYCLE
     with pytest.raises(ValueError, match="not a bubble cycle: KeyError"):
         cycle_from_dict({"slots": []})
 

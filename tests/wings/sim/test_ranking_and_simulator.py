@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
-from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile, cycle_to_dict
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.scheduler.policies import POLICIES, parse_policy
 from megatron.fill.status import Status
 from megatron.fill.store.values import DeviceEntry, Progress
@@ -67,7 +68,7 @@ def in_a_run(policy: str, busy_s: dict[str, float | None], now_s: float) -> list
     for name, length_ms in OTHERS_MS.items():
         for_s = busy_s[name]
         until_s = None if for_s is None else now_s + for_s
-        store.report_device(DeviceEntry(name, "run", until_s, cycle=cycle_to_dict(cycle(*length_ms))), 3600)
+        store.report_device(DeviceEntry(name, "run", until_s, cycle=asdict(cycle(*length_ms))), 3600)
     for user, used_s in USED_S.items():
         [ended] = store.submit([NewJob(f"before-{user}", work_of("before"), user)])
         claim = store.claim("x", [ended.id], 3600)
