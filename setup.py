@@ -52,7 +52,6 @@ setup(
         "rich",
         "typer>=0.29",
         "sqlalchemy>=2",
-        "alembic",
         "matplotlib",
     ],
     extras_require={

@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any
 
-from megatron.fill.pipeline.bubbles import ideal_bubble_share
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate as simulate_pipeline
@@ -165,7 +164,7 @@ def one_scale(scale: Scale) -> dict[str, Any]:
         "iteration_s": job.iteration_s,
         "bubble_share": pipeline_bubble_share(job),
         "bubble_share_of_iteration": job.bubble_share,
-        "ideal_bubble_share": ideal_bubble_share(STAGES, job.microbatches),
+        "ideal_bubble_share": (STAGES - 1) / (job.microbatches + STAGES - 1),
         "main_utilisation": use.main,
         "fill_utilisation": use.fill,
         "gain": use.gain,

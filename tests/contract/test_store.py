@@ -17,7 +17,7 @@ from megatron.fill.status import Cause, Status, Then
 from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, Progress, Standing
 from megatron.fill.store.queue import ASK_AGAIN_S
 from megatron.fill.store.rules import ASK_S
-from megatron.fill.store.schema import metadata
+from megatron.fill.store.schema import metadata, version
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
@@ -57,7 +57,7 @@ def in_postgres(postgres) -> Iterator[Callable[[], str]]:
 
     url: str = postgres.new_database()
     SqlStore(url).close()
-    tables = ", ".join(metadata.tables)
+    tables = ", ".join(metadata.tables.keys() - {version.name})
     with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute("SET lock_timeout = '10s'")
 
@@ -277,8 +277,6 @@ class TestList:
         assert [job.name for job in store.list(limit=2)] == ["c", "d"]
         assert [job.name for job in store.list([JobState.QUEUED], limit=1)] == ["c"]
         assert store.list(limit=0) == []
-        with pytest.raises(JobError, match="limit"):
-            store.list(limit=-1)
 
 
 class TestClaim:

@@ -119,7 +119,6 @@ def test_the_wheel_has_all_files_of_the_packages_and_nothing_else(files):
     found = {name for name in files if ".dist-info/" not in name}
     assert found == modules
     assert "megatron/__init__.py" not in found  # it would hide pip's megatron.core
-    assert any(name.startswith("megatron/fill/store/migrations/versions/") for name in found)
 
 
 def test_the_licence_comes_along(files, metadata):
@@ -179,7 +178,7 @@ def test_the_namespace_has_both_and_the_entry_point_works(environment):
     assert {layer["name"] for layer in doctor["sandbox"]} >= {"processes", "files"}
 
 
-def test_a_store_is_made_by_the_migrations_of_the_wheel(environment):
+def test_a_store_is_made_by_the_wheel(environment):
     folder = environment.parent / "elsewhere"
     folder.mkdir(exist_ok=True)
     (folder / "jobs.yaml").write_text("jobs: [{name: one, command: 'true'}]", encoding="utf-8")

@@ -88,3 +88,12 @@ def differs(seed: int) -> bool:
     schedule, costs, durations = random_case(seed)
     found = simulate(schedule, costs, durations=durations).waits
     return [[(wait.start_ns, wait.end_ns) for wait in row] for row in found] != events(schedule, costs, durations)
+
+
+def ideal_bubble_share(stages: int, microbatches: int, chunks: int = 1) -> float:
+    """The bubble share of GPipe and 1F1B, or with more than one chunk of interleaved 1F1B.
+
+    Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, give the ratio of bubble time to compute time:
+    (p - 1) / (v * m).  That is (p - 1) / (v * m + p - 1) of the total, for every group size that Megatron accepts.
+    """
+    return (stages - 1) / (chunks * microbatches + stages - 1)

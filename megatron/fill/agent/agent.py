@@ -369,7 +369,6 @@ def main() -> None:
     spec_path, warden, dead = sys.argv[1:]
     spec = AgentSpec.from_json(Path(spec_path).read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     agent = Agent(spec, [int(pid) for pid in dead.split(",") if pid])
 
     def on_term(number: int, frame: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +23,6 @@ from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
     from megatron.fill.records import Segment
-
-_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")
 
 
 class By(StrEnum):
@@ -137,8 +134,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 def _run(job: Job) -> str:
     """Return the folder of the run that had a job last; ``-`` if it is not known."""
-    match = _DEVICE.fullmatch(job.device)
-    return match["run"] if match else "-"
+    return job.run or "-"
 
 
 _NAMES: dict[By, Callable[[Job], str]] = {

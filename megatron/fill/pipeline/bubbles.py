@@ -1,7 +1,4 @@
-"""The bubbles of a schedule, as times, shares and cycles for the planner, and its peak activation memory.
-
-The closed forms hold for identical virtual stages, and for transfers, reductions and optimizers that take no time.
-"""
+"""The bubbles of a schedule, as times, shares and cycles for the planner, and its peak activation memory."""
 
 from __future__ import annotations
 
@@ -37,15 +34,6 @@ def bubble_cycle(timeline: Timeline, rank: int, free_bytes: int) -> BubbleCycle:
         raise ValueError(f"rank is {rank}; expected 0 to {len(timeline.waits) - 1}")
     slots = (BubbleSlot(wait.kind, wait.duration_ns, free_bytes) for wait in timeline.waits[rank])
     return BubbleCycle(timeline.period_ns, tuple(slots))
-
-
-def ideal_bubble_share(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """The bubble share of GPipe and 1F1B, or with more than one chunk of interleaved 1F1B.
-
-    Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, give the ratio of bubble time to compute time:
-    (p - 1) / (v * m).  That is (p - 1) / (v * m + p - 1) of the total, for every group size that Megatron accepts.
-    """
-    return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:

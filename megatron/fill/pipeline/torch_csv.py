@@ -1,17 +1,15 @@
 """The CSV form of torch's pipelining schedules: a line per rank, an action per cell, such as ``0F1`` or ``3I0``.
 
 Empty cells are time steps without an action, and lines may differ in length, as in what torch writes.  Collectives
-(``2UNSHARD``) are left out when a file is read, and so are transfers (``1RECV_F0``), of which it has all or none: the
-timeline has its own.
+(``2UNSHARD``) and transfers (``1RECV_F0``) are left out when a file is read: the timeline has its own.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
@@ -22,8 +20,7 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError
 _MOST_BYTES = 8 << 20  # a million passes
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _TOGETHER = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
-_TRANSFER = re.compile(r"\d{1,6}(?:SEND|RECV)_[FB]\d{1,6}")
-_COLLECTIVE = re.compile(r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD)")
+_LEFT_OUT = re.compile(r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d+)")
 _EXPECTED = "expected such as 0F1, 1B0, 0I3, 0W3 or (0F0;1B0)OVERLAP_F_B"
 
 
@@ -39,15 +36,12 @@ def load_csv(path: Path) -> Schedule:
     rows: list[list[tuple[int, Pass, int]]] = []
     cells: list[list[int]] = []
     together = set()
-    transfers: dict[tuple[int, str], int] = {}
     for rank, line in enumerate(lines):
         rows.append([])
         cells.append([])
         for cell, text in enumerate(map(str.strip, line), 1):
             found = list(_actions(text))
-            if _TRANSFER.fullmatch(text):
-                transfers[rank, text] = cell
-            elif text and not found and not _COLLECTIVE.fullmatch(text):
+            if text and not found and not _LEFT_OUT.fullmatch(text):
                 raise ConfigError(f"{path}, line {rank + 1}, cell {cell}: {shown(text)} is not an action: {_EXPECTED}")
             if len(found) == 2:
                 together.add((rank, len(rows[rank])))
@@ -64,8 +58,6 @@ def load_csv(path: Path) -> Schedule:
         for rank, row in enumerate(rows)
     )
     microbatches = 1 + max(op.microbatch for row in order for op in row)
-    if transfers:
-        _check_transfers(path, transfers, placement, microbatches)
     try:
         return Schedule(path.stem, len(rows), microbatches, len(held[0]), order, tuple(placement), frozenset(together))
     except ScheduleError as error:
@@ -111,32 +103,6 @@ def _placement(path: Path, rows: list[list[tuple[int, Pass, int]]], cells: list[
                 f"{len(rows)} ranks"
             )
     return [ranks[stage] for stage in range(count)]
-
-
-def _check_transfers(
-    path: Path, cells: Mapping[tuple[int, str], int], placement: Sequence[int], microbatches: int
-) -> None:
-    """Check that whatever is sent is received, as torch waits for it."""
-    expected = dict.fromkeys(_transfers(placement, microbatches))
-    for rank, name in expected:
-        if (rank, name) not in cells:
-            raise ConfigError(f"{path}, line {rank + 1}: {name} is missing: expected all transfers, or none")
-    for (rank, name), cell in cells.items():
-        if (rank, name) not in expected:
-            raise ConfigError(
-                f"{path}, line {rank + 1}, cell {cell}: {name} has no other end: expected transfers between "
-                "neighbouring stages on two ranks, on the line of their rank"
-            )
-
-
-def _transfers(placement: Sequence[int], microbatches: int) -> Iterator[tuple[int, str]]:
-    """The rank and the name of each transfer that a schedule has."""
-    for stage, (rank, following) in enumerate(pairwise(placement)):
-        for microbatch in range(microbatches) if rank != following else ():
-            yield rank, f"{stage}SEND_F{microbatch}"
-            yield following, f"{stage + 1}RECV_F{microbatch}"
-            yield following, f"{stage + 1}SEND_B{microbatch}"
-            yield rank, f"{stage}RECV_B{microbatch}"
 
 
 def _cells(schedule: Schedule, rank: int) -> Iterator[str]:

@@ -79,8 +79,6 @@ class JobStore(ABC):
 
     def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
         """The latest ``limit`` jobs in those states (by default all jobs), in the order of their submission."""
-        if limit is not None and limit < 0:
-            raise JobError(f"the limit of a list of jobs is {limit}; expected 0 or more")
         return self._run(lambda transaction: transaction.jobs(states, limit), write=False)
 
     def states(self, names: Collection[str]) -> dict[str, JobState]:

@@ -16,6 +16,10 @@ from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.work import NewJob, Work
 
 _UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
+_CHANGING = (
+    *("started_s", "finished_s", "attempt", "owner", "lease_until_s", "cancelling", "device", "directory"),
+    *("asked_by", "asked_s"),
+)
 _IDS_AT_A_TIME = 32
 _NAMES_AT_A_TIME = 500
 
@@ -53,49 +57,29 @@ class SqlTransaction:
     def add(self, new: Sequence[NewJob]) -> list[Job]:
         if not new:
             return []
+        rows = [
+            {
+                "name": job.name,
+                "spec": json.dumps(job.work.to_dict()),
+                "user": job.user,
+                "priority": job.priority,
+                "deadline_s": job.deadline_s,
+                "submitted_s": self.now_s,
+                "progress": json.dumps(asdict(Progress())),
+            }
+            for job in new
+        ]
         inserted = insert(jobs).returning(jobs, sort_by_parameter_order=True)
-        return [_job(row) for row in self._connection.execute(inserted, [self._values(job) for job in new])]
-
-    def _values(self, job: NewJob) -> dict[str, Any]:
-        return {
-            "name": job.name,
-            "spec": json.dumps(job.work.to_dict()),
-            "user": job.user,
-            "priority": job.priority,
-            "deadline_s": job.deadline_s,
-            "submitted_s": self.now_s,
-            "attempt": 0,
-            "state": JobState.QUEUED,
-            "status": "{}",
-            "cancelling": False,
-            "device": "",
-            "directory": "",
-            "progress": json.dumps(asdict(Progress())),
-            "result": "{}",
-            "asked_by": "",
-        }
+        return [_job(row) for row in self._connection.execute(inserted, rows)]
 
     def put(self, job: Job) -> None:
-        self._connection.execute(
-            update(jobs)
-            .where(jobs.c.id == job.id)
-            .values(
-                state=job.state,
-                status=json.dumps(job.status.to_dict()),
-                started_s=job.started_s,
-                finished_s=job.finished_s,
-                attempt=job.attempt,
-                owner=job.owner,
-                lease_until_s=job.lease_until_s,
-                cancelling=job.cancelling,
-                device=job.device,
-                directory=job.directory,
-                progress=json.dumps(asdict(job.progress)),
-                result=json.dumps(job.result),
-                asked_by=job.asked_by,
-                asked_s=job.asked_s,
-            )
-        )
+        values: dict[str, Any] = {name: getattr(job, name) for name in _CHANGING} | {
+            "state": job.state,
+            "status": json.dumps(job.status.to_dict()),
+            "progress": json.dumps(asdict(job.progress)),
+            "result": json.dumps(job.result),
+        }
+        self._connection.execute(update(jobs).where(jobs.c.id == job.id).values(values))
 
     def drop(self, ids: Sequence[int], before_s: float) -> list[int]:
         dropped: list[int] = []

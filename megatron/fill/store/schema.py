@@ -1,4 +1,4 @@
-"""The tables of a job store after the newest migration.
+"""The tables of a job store.
 
 Their names begin with ``pipefill_``, so a PostgreSQL database may hold other tables too.  Values that only PipeFill
 reads are JSON in text columns: PostgreSQL's JSON types refuse some values that a job may report (NUL characters, NaN).
@@ -6,16 +6,37 @@ reads are JSON in text columns: PostgreSQL's JSON types refuse some values that 
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, Table, Text, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Double,
+    Engine,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    func,
+    insert,
+    inspect,
+    select,
+    text,
+)
 
-REVISION = "v0003"  # revision of the newest migration
-VERSION_TABLE = "pipefill_schema"
+from megatron.fill.errors import StoreError
+
+VERSION = "v0003"  # increased with every change of the tables
 # PostgreSQL's advisory locks are numbers, shared by all programs that use the database: "PIPEFILL" and the next number.
-MIGRATION_LOCK = 0x50495045_46494C4C
-NAMES_LOCK = MIGRATION_LOCK + 1
+TABLES_LOCK = 0x50495045_46494C4C
+NAMES_LOCK = TABLES_LOCK + 1
 
 metadata = MetaData()
 
+version = Table("pipefill_schema", metadata, Column("version_num", Text, primary_key=True))
+
+# The defaults are the values of a new job.
 jobs = Table(
     "pipefill_jobs",
     metadata,
@@ -25,30 +46,25 @@ jobs = Table(
     Column("user", Text, nullable=False),
     Column("priority", BigInteger, nullable=False),
     Column("deadline_s", Double),
-    Column("state", Text, nullable=False),
-    Column("status", Text, nullable=False),
+    Column("state", Text, nullable=False, default="QUEUED"),
+    Column("status", Text, nullable=False, default="{}"),
     Column("submitted_s", Double, nullable=False),
     Column("started_s", Double),
     Column("finished_s", Double),
-    Column("attempt", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False, default=0),
     Column("owner", Text),
     Column("lease_until_s", Double),
-    Column("cancelling", Boolean, nullable=False),
-    Column("device", Text, nullable=False),
-    Column("directory", Text, nullable=False),
+    Column("cancelling", Boolean, nullable=False, default=False),
+    Column("device", Text, nullable=False, default=""),
+    Column("directory", Text, nullable=False, default=""),
     Column("progress", Text, nullable=False),
-    Column("result", Text, nullable=False),
-    Column("asked_by", Text, nullable=False),
+    Column("result", Text, nullable=False, default="{}"),
+    Column("asked_by", Text, nullable=False, default=""),
     Column("asked_s", Double),
 )
 _UNFINISHED = text("state IN ('QUEUED', 'RUNNING')")
-Index(
-    "pipefill_jobs_unfinished_name",
-    jobs.c.name,
-    unique=True,
-    sqlite_where=_UNFINISHED,
-    postgresql_where=_UNFINISHED,
-)
+_WHERE = {"sqlite_where": _UNFINISHED, "postgresql_where": _UNFINISHED}
+Index("pipefill_jobs_unfinished_name", jobs.c.name, unique=True, **_WHERE)
 Index("pipefill_jobs_name", jobs.c.name)
 Index("pipefill_jobs_state", jobs.c.state, jobs.c.lease_until_s)
 
@@ -71,3 +87,32 @@ profiles = Table(
     Column("profile", Text, nullable=False),
     Column("kept_s", Double, nullable=False),
 )
+
+
+def make_tables(engine: Engine, where: str, create: bool) -> None:
+    """Make the tables of the store ``where`` if they are missing, also while others open it.
+
+    Raises:
+        StoreError: the tables are of another version, or missing and ``create`` is False.
+    """
+    with engine.begin() as connection:
+        found = _version(connection)
+    if found is None:
+        with engine.execution_options(writing=True).begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(TABLES_LOCK)))
+            found = _version(connection)
+            if found is None and create:
+                metadata.create_all(connection)
+                connection.execute(insert(version).values(version_num=VERSION))
+                return
+    if found is None:
+        raise StoreError(f"{where} has no job store in it; expected a database that PipeFill made")
+    if found != VERSION:
+        expected = "expected the PipeFill that made it, or a new store"
+        raise StoreError(f"{where} has the schema {found}, and this PipeFill {VERSION}; {expected}")
+
+
+def _version(connection: Connection) -> str | None:
+    """The version of the tables; None if there are none."""
+    return connection.scalar(select(version)) if inspect(connection).has_table(version.name) else None

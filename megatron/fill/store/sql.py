@@ -22,9 +22,9 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlch
 from megatron.fill.errors import StoreError
 from megatron.fill.store.filesystem import has_locks, network_file_system
 from megatron.fill.store.location import locate, shown
-from megatron.fill.store.migrate import migrate
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.rows import SqlTransaction
+from megatron.fill.store.schema import make_tables
 from megatron.fill.store.transaction import Transaction
 
 _FIRST_DELAY_S = 0.005
@@ -76,7 +76,7 @@ class SqlStore(JobStore):
         self._writing = self._engine.execution_options(writing=True)
         try:
             opening_s = max(patience_s, _OPENING_S)
-            self._retried(lambda: migrate(self._engine, self._shown, create), opening_s)
+            self._retried(lambda: make_tables(self._engine, self._shown, create), opening_s)
         except BaseException:
             self._engine.dispose()
             raise

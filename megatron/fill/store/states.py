@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
@@ -15,8 +14,6 @@ from megatron.fill.store.values import Job
 from megatron.fill.types import JobRecord
 
 logger = logging.getLogger("pipefill")
-
-_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")  # name of a device, as agents report it
 
 
 def current_states(where: str, run_dir: Path, going: bool, names: Collection[str]) -> dict[str, JobRecord]:
@@ -52,8 +49,7 @@ def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
 
 def _held_by(job: Job, run_dir: Path, going: bool, now_s: float) -> Status:
     """The status of a job that is RUNNING although this run has no record of its end."""
-    match = _DEVICE.fullmatch(job.device)
-    if match is not None and match["run"] != str(run_dir.resolve()):
+    if job.run not in ("", str(run_dir.resolve())):
         return Status(JobState.RUNNING, Cause.ELSEWHERE, job.device)
     if job.lost(now_s):
         return Status(JobState.RUNNING, Cause.AGENT_LOST)

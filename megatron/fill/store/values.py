@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -46,19 +47,14 @@ class Job:
     """A job in the store; further attributes as in ``NewJob``.
 
     Attributes:
-        id: number of the job.
-        status: its state, and what brought it there.
-        submitted_s: time of submission.
         started_s: time of the last claim; None for never.
-        finished_s: time at which it finished; None before.
+        finished_s: None before it has finished.
         attempt: number of claims so far.
         owner: agent that holds it; None unless RUNNING.
         lease_until_s: end of the lease; None unless RUNNING.
         cancelling: True if its cancellation was requested while it ran.
-        device: device that it runs on or last ran on, for people: ``rank 1 of runs/first on host``.
+        device: device that it runs on or last ran on: ``rank 1 of runs/first on host``.
         directory: absolute path of its folder; empty before it was first placed.
-        progress: progress as last reported.
-        result: results that the task reported.
         asked_by: device that has asked for it since its last claim; empty for none.
         asked_s: time at which a device last asked for it; None for never.
     """
@@ -93,6 +89,12 @@ class Job:
         """The cause of its state, as text."""
         return self.status.text
 
+    @property
+    def run(self) -> str:
+        """The run folder of ``device``; empty if it is not known."""
+        match = re.fullmatch(r"rank \d+ of (?P<run>.*) on \S+", self.device)
+        return match["run"] if match else ""
+
     def lost(self, now_s: float) -> bool:
         """True if the job is RUNNING and its lease has expired at ``now_s`` (``JobStore.now_s``)."""
         return self.state is JobState.RUNNING and self.lease_until_s is not None and self.lease_until_s <= now_s
@@ -100,7 +102,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A proof that an agent holds a job."""
+    """The proof that an agent holds a job."""
 
     job: Job
     owner: str
@@ -125,7 +127,6 @@ class DeviceEntry:
 
     Attributes:
         name: unique name, made of run and rank.
-        run: run that the rank belongs to.
         busy_until_s: expected end of its job; None if it is idle, infinity if unknown.
         job: name of its job; empty for none.
         cycle: bubble cycle, as JSON of ``BubbleCycle``; None before it is measured.

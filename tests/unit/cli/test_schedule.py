@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.cli import main
-from megatron.fill.pipeline.bubbles import ideal_bubble_share
 from megatron.fill.pipeline.schedules import NAMES
+from tests.support.schedule_events import ideal_bubble_share
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
 MEASURED = "--times", "29.802,29.428,19.530", "--transfer", "0.577", "--min-bubble", "5"

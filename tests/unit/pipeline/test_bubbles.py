@@ -13,7 +13,6 @@ from megatron.fill.pipeline.bubbles import (
     bubble_cycle,
     bubble_seconds,
     bubble_share,
-    ideal_bubble_share,
     peak_activation_bytes,
     peak_activations,
 )
@@ -68,7 +67,6 @@ def test_bubbles_by_kind():
     )
     assert bubble_share(timeline) == pytest.approx(60 / (2 * 98))
     assert bubble_share(simulate(gpipe(2, 1), PipelineCosts.uniform(2, 0, 0))) == 0.0
-    assert ideal_bubble_share(1, 4) == 0.0
 
 
 @settings(max_examples=60)

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.pipeline.bubbles import bubble_share, ideal_bubble_share
+from megatron.fill.pipeline.bubbles import bubble_share
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.schedules import gpipe, interleaved, make_schedule, one_forward_one_backward, zb_h1
 from megatron.fill.pipeline.timeline import Compiled, Timeline, simulate
 from megatron.fill.types import BubbleKind
+from tests.support.schedule_events import ideal_bubble_share
 from tests.support.schedule_text import parsed
 from tests.unit.pipeline.test_schedule import schedules
 

@@ -1,8 +1,7 @@
-"""What only the SQL stores must do: find their database, migrate it, wait for it, and say what is wrong."""
+"""What only the SQL stores must do: find their database, make its tables, wait for it, and say what is wrong."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sqlite3
 import subprocess
@@ -13,16 +12,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.command import upgrade
-from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from megatron.fill.errors import StoreError
-from megatron.fill.status import JobState, Status
-from megatron.fill.store import DeviceEntry, Progress, migrate, open_store
+from megatron.fill.store import open_store
 from megatron.fill.store.location import has_password, locate, password_files, shown
-from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
+from megatron.fill.store.schema import VERSION
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.work import NewJob, Work
 from tests.support.postgres import NoPostgres, PrivatePostgres
@@ -60,7 +55,7 @@ def job(name: str = "pi") -> NewJob:
 
 
 def test_importing_the_package_is_cheap():
-    slow = ("torch", "sqlalchemy", "alembic", "pydantic", "megatron.core")
+    slow = ("torch", "sqlalchemy", "pydantic", "megatron.core")
     code = f"import sys, megatron.fill.store; sys.exit(any(name in sys.modules for name in {slow}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -213,14 +208,7 @@ class TestOpening:
         store.close()
 
 
-class TestMigrations:
-    def test_they_lead_to_the_tables_that_the_code_uses(self, url):
-        open_store(url).close()
-        with create_engine(locate(url)).connect() as connection:
-            context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
-            assert compare_metadata(context, metadata) == []
-            assert context.get_current_revision() == REVISION
-
+class TestTables:
     def test_many_open_a_new_database_at_once(self, url):
         failures: list[BaseException] = []
         barrier = threading.Barrier(6)
@@ -244,67 +232,11 @@ class TestMigrations:
         assert len(store.list()) == 6
         store.close()
 
-    def test_it_is_not_locked_while_alembic_is_imported(self, tmp_path, monkeypatch):
-        free = []
-
-        def slow_import() -> object:
-            other = sqlite3.connect(tmp_path / "jobs.db", timeout=0, isolation_level=None)
-            other.execute("BEGIN IMMEDIATE")
-            free.append(True)
-            other.close()
-            return imported()
-
-        imported = migrate._migrations.__wrapped__
-        monkeypatch.setattr(migrate, "_migrations", functools.cache(slow_import))
-        open_store(tmp_path).close()
-        assert free
-
-    def test_what_was_kept_under_the_first_schema_is_still_there(self, url):
-        config = migrate._config()
-        engine = create_engine(locate(url))
-        with engine.begin() as connection:
-            config.attributes["connection"] = connection
-            upgrade(config, "v0001")
-            values = "'pi', '{}', 'ada', 0, 'QUEUED', '', 5.0, 0, false, '', '', '{}', '{}'"
-            names = 'name, spec, "user", priority, state, reason, submitted_s, attempt, cancelling, device, directory'
-            connection.execute(text(f"INSERT INTO pipefill_jobs ({names}, progress, result) VALUES ({values})"))
-            cycle = "'rank 0', 'run', '', 'null', 1e12"
-            connection.execute(
-                text(f"INSERT INTO pipefill_devices (name, run, job, cycle, lease_until_s) VALUES ({cycle})")
-            )
-        engine.dispose()
-        store = open_store(url)
-        [kept] = store.list()
-        assert (kept.name, kept.user, kept.submitted_s, kept.progress) == ("pi", "ada", 5.0, Progress())
-        assert (kept.asked_by, kept.asked_s) == ("", None)
-        assert store.devices() == [DeviceEntry("rank 0", "run")]
-        store.close()
-
-    def test_the_reasons_of_the_second_schema_are_kept_as_text(self, url):
-        config = migrate._config()
-        engine = create_engine(locate(url))
-        reasons = {"waits": "", "failed": "ValueError: '{}' \"no\" é", "ended": "the main job ended first; goes on"}
-        with engine.begin() as connection:
-            config.attributes["connection"] = connection
-            upgrade(config, "v0002")
-            names = 'name, spec, "user", priority, state, reason, submitted_s, attempt, cancelling, device, directory'
-            values = "'{}', 'ada', 0, 'QUEUED', :reason, 5.0, 0, false, '', '', '{}', '{}', ''"
-            insert = f"INSERT INTO pipefill_jobs ({names}, progress, result, asked_by) VALUES (:name, {values})"
-            rows = [{"name": name, "reason": reason} for name, reason in reasons.items()]
-            connection.execute(text(insert), rows)
-        engine.dispose()
-        store = open_store(url)
-        assert {job.name: job.reason for job in store.list()} == reasons
-        assert {job.status for job in store.list()} == {
-            Status(JobState.QUEUED, detail=reason) for reason in reasons.values()
-        }
-        store.close()
-
-    def test_a_newer_schema_is_refused(self, url):
+    def test_another_schema_is_refused(self, url):
         open_store(url).close()
         with create_engine(locate(url)).begin() as connection:
-            connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = 'v9999'"))
-        with pytest.raises(StoreError, match="has the schema v9999 of a newer PipeFill; this one knows up to"):
+            connection.execute(text("UPDATE pipefill_schema SET version_num = 'v9999'"))
+        with pytest.raises(StoreError, match=f"has the schema v9999, and this PipeFill {VERSION}; expected"):
             open_store(url)
 
 
