@@ -56,9 +56,8 @@ class Leftovers:
         given: a store as the user names it, for one whose password the records do not have; None for none.
 
     Attributes:
-        runs: the leftovers of each run.
         rows: the jobs that go, by the name of their store.
-        failures: folders that are left as they are, not being those of a run, and what could not be removed, and why.
+        failures: folders that are no runs, and what could not be removed, and why.
 
     Raises:
         FillError: none of the folders is that of a run.
@@ -86,7 +85,7 @@ class Leftovers:
     def find(self) -> None:
         """Find what may go."""
         for left in self.runs:
-            unread = self._unread(left)
+            unread = self._unread(left)  # which opens its stores
             left.stays = _used(left.run, self._older_s) or unread
         for where, store in self._opened.items():
             self._find_jobs(where, store)
@@ -251,14 +250,10 @@ def _of_jobs(jobs: Iterable[tuple[str, Job]]) -> list[Path]:
 def _held(run: Path) -> Iterator[bool]:
     """Lock a run folder against trainings; yield False if one holds it."""
     fd = os.open(run / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    held = True  # a file system without locks keeps no training out, so its age alone counts
     try:
-        yield _lock(fd)
+        with contextlib.suppress(OSError):
+            held = recordlock.lock(fd, 0, 0)
+        yield held
     finally:
         os.close(fd)
-
-
-def _lock(fd: int) -> bool:
-    try:
-        return recordlock.lock(fd, 0, 0)
-    except OSError:  # a file system without locks keeps no training out, so its age alone counts
-        return True

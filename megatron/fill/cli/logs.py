@@ -117,7 +117,5 @@ def _last(data: bytes, lines: int | None) -> bytes:
 def _nothing(job: Job) -> str:
     if not job.directory:
         return f"job {job.name} ({job.id}) is {job.state} and has printed nothing yet; -f waits for it"
-    where = f", {job.device}" if job.device else ""
-    return (
-        f"job {job.name} ({job.id}) is {job.state}{where}; its output {_path(job)} is not there, or not on this machine"
-    )
+    where = f"{job.state}, {job.device}" if job.device else job.state
+    return f"job {job.name} ({job.id}) is {where}; its output {_path(job)} is not there, or not on this machine"

@@ -97,9 +97,8 @@ def _warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str |
 
 def store_option(text: str, envvar: str | None = _STORE) -> Any:
     """Return the option ``--store`` with this help, and the environment variable that stands in for it."""
-    return typer.Option(
-        "--store", "-s", envvar=envvar, metavar="URL|FILE|FOLDER", callback=_warn_of_password, help=text
-    )
+    names, metavar = ("--store", "-s"), "URL|FILE|FOLDER"
+    return typer.Option(*names, envvar=envvar, metavar=metavar, callback=_warn_of_password, help=text)
 
 
 Store = Annotated[str | None, store_option("The job store: a database URL, a database file, or a run folder.")]

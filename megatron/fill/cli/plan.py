@@ -19,15 +19,7 @@ from megatron.fill.errors import ConfigError, PlanError
 from megatron.fill.pipeline.bubbles import bubble_cycle
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.planner.draw import DrawnJob, Panel, draw_plans
-from megatron.fill.planner.held import (
-    MARGIN_BYTES,
-    RESERVE_NS,
-    held_cycle,
-    leftover,
-    packed_ns,
-    processing_time_s,
-    room_bytes,
-)
+from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, leftover, packed_ns, room_bytes
 from megatron.fill.profiles import BubbleCycle, JobProfile
 
 if TYPE_CHECKING:
@@ -124,15 +116,10 @@ def plan(
 
 
 def _profile(jobs: Path, profiles: Path | None, store: str | None) -> str:
-    """Return the command that makes the profiles that are missing."""
     from megatron.fill.store.location import shown
 
-    where = (
-        f"--output {shlex.quote(str(profiles))}"
-        if profiles is not None
-        else f"--store {shlex.quote(shown(store or ''))}"
-    )
-    return f"pipefill profile {shlex.quote(str(jobs))} {where}"
+    option, where = ("--store", shown(store or "")) if profiles is None else ("--output", str(profiles))
+    return shlex.join(["pipefill", "profile", str(jobs), option, where])
 
 
 def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms: float) -> dict[int, BubbleCycle]:
@@ -211,7 +198,7 @@ def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap
 
 def _rate(cycle: BubbleCycle, job: DrawnJob) -> float:
     """Return the work per second of wall time."""
-    return job.plan.work_per_cycle / processing_time_s(cycle, job.plan, job.plan.work_per_cycle)
+    return job.plan.work_per_cycle / (cycle.period_ns / 1e9)
 
 
 def _as_dict(row: _Row) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def profile(
 
 
 def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[str, Trial]:
-    """Run each of these jobs, equal ones once, and return the trials by name."""
+    """Run equal jobs once, and return the trials by name."""
     from megatron.fill.given.jobs import distinct
 
     if not specs:

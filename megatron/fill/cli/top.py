@@ -111,7 +111,6 @@ class _View:
         self._absent = ""  # why there are none
 
     def change(self, state: RunState) -> None:
-        """Put the ranks on this node into a state."""
         self._look()
         if not self._pages:
             self._said = f"nothing was changed: {self._absent}"
@@ -176,11 +175,9 @@ class _View:
                 literal(", ".join(running.get(number, ()))),
             )
         more = [Text(f"and {counted(len(ranks) - rows, 'rank')} more")] if len(ranks) > rows else []
-        foot = [
-            Text(self._said or self._absent),
-            *([Text("p pause  r resume  d drain  q quit", style="dim")] if keys else []),
-        ]
-        return Group(Text(self._head(), overflow="fold"), Text(""), table, *more, Text(""), *foot)
+        foot = [Text("p pause  r resume  d drain  q quit", style="dim")] if keys else []
+        said = Text(self._said or self._absent)
+        return Group(Text(self._head(), overflow="fold"), Text(""), table, *more, Text(""), said, *foot)
 
     def _head(self) -> str:
         from megatron.fill.records import SegmentEnding

@@ -86,7 +86,11 @@ def try_(
     period_ms = _PERIODS * bubble_ms if every_ms is None else every_ms
     if not bubble_ms < period_ms:
         raise ConfigError(f"--every-ms is {period_ms:g}: expected more than --bubble-ms, which is {bubble_ms:g}")
-    _check_places(bind or ())
+    for text in bind or ():
+        try:
+            parse_bind(text)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--fill-bind", "--bind")) from None
     settings = {"grace_ms": grace_ms, "bind": list(bind or ()), "network": network, "sharing": sharing}
     options = Options(bubble_ms, period_ms, seconds, startup_seconds, where, settings=settings)
     trials: list[Trial] = []
@@ -182,14 +186,6 @@ def _named(
     if memory is not None:
         raise ConfigError(f"--memory {memory}: expected none with a jobs file, where each job has its own memory")
     return jobs_of(path, names), list(dict.fromkeys([str(path.absolute().parent), str(Path.cwd())]))
-
-
-def _check_places(binds: Sequence[str]) -> None:
-    for text in binds:
-        try:
-            parse_bind(text)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("--fill-bind", "--bind")) from None
 
 
 def _say(line: str) -> None:

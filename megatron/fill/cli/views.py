@@ -46,33 +46,22 @@ def as_dict(job: Job, now_s: float) -> dict[str, Any]:
     left_s = remaining_s(job, now_s)
     lost = job.lost(now_s)
     del values["status"]
-    return (
-        values
-        | values.pop("progress")
-        | {
-            "state": _LOST if lost else job.state,
-            "cause": job.status.cause,
-            "reason": job.reason,
-            "rate": job.progress.rate if _runs(job, now_s) else None,
-            "lost_s": job.lease_until_s if lost else None,
-            "percent": percent(job),
-            "remaining_s": left_s,
-            "ends_s": None if left_s is None else time.time() + left_s,
-        }
-    )
+    values |= values.pop("progress")
+    return values | {
+        "state": _LOST if lost else job.state,
+        "cause": job.status.cause,
+        "reason": job.reason,
+        "rate": job.progress.rate if _runs(job, now_s) else None,
+        "lost_s": job.lease_until_s if lost else None,
+        "percent": percent(job),
+        "remaining_s": left_s,
+        "ends_s": None if left_s is None else time.time() + left_s,
+    }
 
 
 def print_json(value: object) -> None:
-    print(json.dumps(_finite(value), indent=2))
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)  # JSON has neither NaN nor infinity
+    print(json.dumps(finite, indent=2))
 
 
 def print_table(jobs: list[Job], now_s: float) -> None:
@@ -193,7 +182,7 @@ def _number(value: float) -> str:
 
 
 def _after(firsts: Mapping[str, JobState]) -> str:
-    """List the jobs that a job waits for: those that have not succeeded by name, the others as a number."""
+    """List those that have not succeeded by name, and the others as a number."""
     rest = [f"{name} {state}" for name, state in firsts.items() if state is not JobState.SUCCEEDED]
     shown = [*rest[:_FIRSTS_SHOWN], *(["..."] if len(rest) > _FIRSTS_SHOWN else [])]
     if len(rest) < len(firsts):
@@ -217,7 +206,6 @@ def _duration(seconds: float | None) -> str:
 
 
 def _moment(seconds: float | None) -> str:
-    """Format as local time."""
     if seconds is None:
         return ""
     try:

@@ -20,8 +20,8 @@ _KINDS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
 _OTHER, _TAIL, _RESERVED = "#009E73", "#CC79A7", "#8F8F8F"
 _BUBBLE, _HATCH, _INK = "#FAF8F2", "#CFC8B4", "#333333"
 _ROWS = 4  # cycles drawn of a plan, at most
-_WIDTH_IN, _ROW_IN, _HEAD_IN, _FOOT_IN, _LEFT_IN, _RIGHT_IN = 13.0, 0.42, 0.42, 0.42, 0.95, 0.2
-_LEGEND_IN = 0.45
+_WIDTH_IN, _ROW_IN, _HEAD_IN, _LEGEND_IN = 13.0, 0.42, 0.6, 0.45
+_LANES_IN = 11.8  # about the width of the lanes
 _CHARACTER_IN = 0.072
 _GAP, _GAPS = 0.006, 0.15  # largest gap between two bubbles, and largest sum of the gaps, as shares of all bubble time
 _EDGE_IN = 0.05  # a narrower node would be all edge
@@ -67,15 +67,11 @@ def draw_plans(path: Path, panels: Sequence[Panel]) -> None:
 
     if not panels:
         raise ValueError("expected at least one plan to draw")
-    heights = [_HEAD_IN + _FOOT_IN + _ROW_IN * min(_ROWS, panel.job.plan.cycles) for panel in panels]
-    height_in = sum(heights) + _LEGEND_IN
-    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=110, facecolor="white")
-    top_in = height_in
-    for panel, panel_in in zip(panels, heights, strict=True):
-        bottom_in, lanes_in = top_in - panel_in + _FOOT_IN, panel_in - _HEAD_IN - _FOOT_IN
-        left, width = _LEFT_IN / _WIDTH_IN, 1 - (_LEFT_IN + _RIGHT_IN) / _WIDTH_IN
-        _draw_panel(figure.add_axes((left, bottom_in / height_in, width, lanes_in / height_in)), panel)
-        top_in -= panel_in
+    rows = [min(_ROWS, panel.job.plan.cycles) for panel in panels]
+    height_in = _ROW_IN * sum(rows) + _HEAD_IN * len(panels) + _LEGEND_IN
+    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=110, facecolor="white", layout="constrained")
+    for axes, panel in zip(figure.subplots(len(panels), height_ratios=rows, squeeze=False).flat, panels, strict=True):
+        _draw_panel(axes, panel)
     kinds = dict.fromkeys(_kind(node.name) for panel in panels for node in panel.job.profile.nodes)
     patches = [Patch(facecolor=_KINDS.get(kind, _OTHER), label=kind) for kind in kinds]
     if any(panel.tail for panel in panels):
@@ -83,7 +79,7 @@ def draw_plans(path: Path, panels: Sequence[Panel]) -> None:
     if any(panel.job.plan.reserve_ns for panel in panels):
         patches.append(Patch(facecolor=_RESERVED, label="reserved to wake up and pause"))
     patches.append(Patch(facecolor=_BUBBLE, edgecolor=_HATCH, hatch="////", label="left over"))
-    figure.legend(handles=patches, loc="lower left", ncols=len(patches), frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path, format="png")
 
 
@@ -92,7 +88,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     gap = min(_GAP, _GAPS / len(slots)) * panel.cycle.bubble_ns
     begins = [0.0, *accumulate(slot.duration_ns + gap for slot in slots)]
     width = begins.pop() - gap
-    inches = (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / width  # per ns
+    inches = _LANES_IN / width  # per ns
     filled_to = {(row, bubble): begin for row in range(rows) for bubble, begin in enumerate(begins)}
     bars = _lay(panel.job, filled_to, len(slots), _EDGE_IN / inches)
     if panel.tail:

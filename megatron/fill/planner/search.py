@@ -152,20 +152,14 @@ def _why_nothing_fits(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserv
         return "the cycle has no bubbles; expected at least one"
     longest_ns = max(slot.duration_ns for slot in cycle.slots)
     if longest_ns <= reserve_ns:
-        return (
-            f"the longest bubble is {_ms(longest_ns)}; expected more than the {_ms(reserve_ns)} that each one reserves"
-        )
-    closest = min((_worst(cycle, profile, reserve_ns) for profile in profiles), key=lambda worst: worst[0])
-    return _explain(cycle, *closest[1:], reserve_ns)
+        reserved = f"the {_ms(reserve_ns)} that each one reserves"
+        return f"the longest bubble is {_ms(longest_ns)}; expected more than {reserved}"
 
+    def least_excess(node: NodeProfile) -> float:
+        return min(_excess(node, slot, reserve_ns) for slot in cycle.slots)
 
-def _worst(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int) -> tuple[float, JobProfile, NodeProfile, int]:
-    """Find the node that exceeds its best bubble most; return the excess, the profile, the node, and the bubble."""
-    found = []
-    for node in profile.nodes:
-        excess = [_excess(node, slot, reserve_ns) for slot in cycle.slots]
-        found.append((min(excess), profile, node, excess.index(min(excess))))
-    return max(found, key=lambda misfit: misfit[0])
+    worst = [(profile, max(profile.nodes, key=least_excess)) for profile in profiles]
+    return _explain(cycle, *min(worst, key=lambda misfit: least_excess(misfit[1])), reserve_ns)
 
 
 def _excess(node: NodeProfile, slot: BubbleSlot, reserve_ns: int) -> float:
@@ -176,8 +170,8 @@ def _excess(node: NodeProfile, slot: BubbleSlot, reserve_ns: int) -> float:
     return max(time, memory)
 
 
-def _explain(cycle: BubbleCycle, profile: JobProfile, node: NodeProfile, bubble: int, reserve_ns: int) -> str:
-    slot = cycle.slots[bubble]
+def _explain(cycle: BubbleCycle, profile: JobProfile, node: NodeProfile, reserve_ns: int) -> str:
+    bubble, slot = min(enumerate(cycle.slots), key=lambda one: _excess(node, one[1], reserve_ns))
     usable_ns = max(0, slot.duration_ns - reserve_ns)
     too_much = []
     if node.duration_ns > usable_ns:
