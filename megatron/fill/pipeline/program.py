@@ -109,13 +109,11 @@ class Transfers:
 def eager(schedule: Schedule) -> list[Program]:
     """The program of each rank with eager transfers, in which no sender waits."""
     transfers = Transfers(schedule)
-    programs = []
-    for rank, row in enumerate(schedule.order):
-        program = Program(rank, len(row))
-        for op in row:
-            program.compute(op, transfers.into(rank, op))
-            program.post(transfers.out_of(rank, op), [])
-        programs.append(program)
+    programs = [Program(rank, len(row)) for rank, row in enumerate(schedule.order)]
+    for program in programs:
+        for op in schedule.order[program.rank]:
+            program.compute(op, transfers.into(program.rank, op))
+            program.post(transfers.out_of(program.rank, op), [])
     return programs
 
 
@@ -131,11 +129,9 @@ def rendezvous(schedule: Schedule) -> list[Program]:
         write = partial(_interleaved, _group_size(schedule))
     else:
         write = _plain if schedule.name in ("gpipe", "1f1b") else _overlapped
-    programs = []
-    for rank, row in enumerate(schedule.order):
-        program = Program(rank, len(row))
+    programs = [Program(rank, len(row)) for rank, row in enumerate(schedule.order)]
+    for program in programs:
         write(schedule, transfers, program)
-        programs.append(program)
     return programs
 
 
@@ -209,18 +205,12 @@ def _interleaved(group: int, schedule: Schedule, transfers: Transfers, program: 
     warmup = interleaved_warmup(schedule.stages, schedule.microbatches, schedule.chunks, group, rank)
     total, lag, last = len(forwards), schedule.stages - 1, schedule.virtual_stages - 1
 
-    def receive(ops: list[Op], at: int, leading: bool) -> list[Key]:
+    def receive(ops: list[Op], at: int) -> list[Key]:
         if at == total - 1:
             return []
-        if not leading:
+        if rank != (0 if ops is forwards else lag):  # it does not lead
             return transfers.into(rank, ops[at + 1])
         return transfers.into(rank, _next_chunk(ops[at - lag], schedule.chunks) if at >= lag else None)
-
-    def forward_receive(at: int) -> list[Key]:
-        return receive(forwards, at, rank == 0)
-
-    def backward_receive(at: int) -> list[Key]:
-        return receive(backwards, at, rank == lag)
 
     def awaited(op: Op, pending: list[Key]) -> list[Key]:
         from_data_or_loss = schedule.virtual_stage(rank, op) == (0 if op.kind is Pass.FORWARD else last)
@@ -229,7 +219,7 @@ def _interleaved(group: int, schedule: Schedule, transfers: Transfers, program: 
     program.exchange([], transfers.into(rank, forwards[0]))
     for at in range(warmup):
         program.compute(forwards[at])
-        program.exchange(transfers.out_of(rank, forwards[at]), forward_receive(at))
+        program.exchange(transfers.out_of(rank, forwards[at]), receive(forwards, at))
     inputs: list[Key] = []
     gradients = transfers.into(rank, backwards[0])
     program.post([], gradients)
@@ -237,19 +227,19 @@ def _interleaved(group: int, schedule: Schedule, transfers: Transfers, program: 
     for at in range(total - warmup):
         forward, backward = forwards[warmup + at], backwards[at]
         program.compute(forward, awaited(forward, inputs))
-        sends, receives = transfers.out_of(rank, forward), forward_receive(warmup + at)
+        sends, receives = transfers.out_of(rank, forward), receive(forwards, warmup + at)
         program.post(sends, receives)
         inputs += receives
         program.wait(sends)
         program.compute(backward, awaited(backward, gradients))
-        sends, receives = transfers.out_of(rank, backward), backward_receive(at)
+        sends, receives = transfers.out_of(rank, backward), receive(backwards, at)
         program.post(sends, receives)
         gradients += receives
         program.wait(unsent)
         unsent = sends
     for at in range(total - warmup, total):
         program.compute(backwards[at], awaited(backwards[at], gradients))
-        program.exchange(transfers.out_of(rank, backwards[at]), backward_receive(at))
+        program.exchange(transfers.out_of(rank, backwards[at]), receive(backwards, at))
     program.wait(unsent)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 
 class Pass(StrEnum):
@@ -186,9 +186,7 @@ def execution_order(needs: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[in
     Returns:
         Numbers of the steps in order, and the places at which ranks are stuck, as rank and position in its row.
     """
-    firsts = [0]
-    for row in needs:
-        firsts.append(firsts[-1] + len(row))
+    firsts = list(accumulate(map(len, needs), initial=0))
     done = bytearray(firsts[-1])
     at = [0] * len(needs)
     order: list[int] = []

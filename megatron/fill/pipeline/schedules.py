@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 
@@ -165,7 +166,8 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         ]
         rows.append(_in_phases(phases))
         tokens = [token for times, pattern in phases for _ in range(times) for token in pattern.split()]
-        together |= {(rank, at) for at in _joined(tokens)}
+        ends = accumulate(1 + token.count("+") for token in tokens)
+        together |= {(rank, end - 2) for token, end in zip(tokens, ends, strict=True) if "+" in token}
     return _schedule("dualpipe-v", microbatches, 2, rows, _v_shape(stages), frozenset(together))
 
 
@@ -225,15 +227,6 @@ def _in_phases(phases: Iterable[tuple[int, str]]) -> list[Op]:
             if kind is INPUT:
                 due.append(Op(WEIGHT, microbatch, chunk))
     return row
-
-
-def _joined(tokens: Iterable[str]) -> Iterable[int]:
-    """Yield the position of each pass that forms one action with the next."""
-    at = 0
-    for token in tokens:
-        if "+" in token:
-            yield at
-        at += 1 + token.count("+")
 
 
 def _v_shape(stages: int) -> tuple[int, ...]:

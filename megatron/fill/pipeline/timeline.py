@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.fill.pipeline.costs import PipelineCosts
@@ -69,23 +70,13 @@ class Compiled:
 
     def __init__(self, schedule: Schedule, rendezvous: bool = False) -> None:
         self.schedule = schedule
-        self.rendezvous = rendezvous
         programs = rendezvous_programs(schedule) if rendezvous else eager_programs(schedule)
-        firsts = [0]
-        for program in programs:
-            firsts.append(firsts[-1] + len(program.steps))
+        firsts = list(accumulate((len(program.steps) for program in programs), initial=0))
         sent = {key: firsts[p.rank] + at for p in programs for key, at in p.sent.items()}
         received = {key: firsts[p.rank] + at for p in programs for key, at in p.received.items()}
         self._posts = sent, received
-        needs = []
-        for program in programs:
-            row = []
-            for step in program.steps:
-                ends = [sent[key] for key in step.transfers]
-                if self.rendezvous:
-                    ends += [received[key] for key in step.transfers]
-                row.append(tuple(ends))
-            needs.append(row)
+        posts = self._posts if rendezvous else (sent,)
+        needs = [[tuple(ends[key] for ends in posts for key in step.transfers) for step in p.steps] for p in programs]
         order, stuck = execution_order(needs)
         if stuck:
             raise ValueError(
@@ -165,13 +156,11 @@ class Compiled:
         return Timeline(self.schedule, costs, period_ns, tuple(spans), tuple(waits))
 
     def transfers(self, costs: PipelineCosts, rank: int) -> list[Transfer]:
-        """The transfers of a rank: those that it sends, then those that it receives, each in the order of posting.
+        """The transfers of a rank with ``rendezvous``: first those that it sends, each in the order of posting.
 
         Raises:
-            ValueError: transfers are eager, or the costs are for another number of ranks or chunks.
+            ValueError: the costs are for another number of ranks or chunks.
         """
-        if not self.rendezvous:
-            raise ValueError("eager transfers are not posted by both their ends; expected rendezvous")
         _, ends = self._times(costs, self.durations(costs), None)
         sent, received = self._posts
         return [

@@ -117,9 +117,7 @@ class RandomData:
         Args:
             name: name of the model.
             size: ``full`` or ``tiny``, the size of the model.
-            samples: number of samples.
             length: tokens of a text, or pixels along a side of an image; None for the model's own.
-            seed: seed of the samples.
             fields: fields of the model's configuration, as for ``build_model``.
 
         Raises:

@@ -157,9 +157,9 @@ class BatchInferenceJob(ModelJob):
         return contextlib.nullcontext() if self._streamed is None else self._streamed.all_there()
 
     def _ways_to_offload(self, wanted: list[str] | None) -> list[Offload]:
-        if wanted is None:
-            return [Offload.NONE] if self.context.device == "cpu" else [Offload.NONE, Offload.WEIGHTS]
         known = [Offload.NONE, Offload.WEIGHTS]
+        if wanted is None:
+            return known[:1] if self.context.device == "cpu" else known
         if not wanted or any(way not in known for way in wanted):
             raise ValueError(f"offload is {wanted}: expected a list of none, weights, or both")
         return [way for way in known if way in wanted]
@@ -167,19 +167,14 @@ class BatchInferenceJob(ModelJob):
     def _begin(self) -> None:
         from megatron.fill.sidetask.split import Call, PieceRunner, Randomness
 
-        self._batch = self._next_batch()
+        size = self._configuration.batch_size
+        self._batch = list(itertools.islice(self._stream, size))
         if not self._batch:
             self._ended = True
             return
-        missing = self._full_batch() - len(self._batch)
+        missing = size - len(self._batch)
         inputs, _ = self._collate(self._batch + [self._batch[-1]] * missing)
         split = self._split_for(inputs, prepared=False)
         randomness = Randomness(self.context.device, self._seed, self._done)
         self._runner = PieceRunner(split, randomness, resident=self._streamed)
         self._runner.begin(Call(inputs).leaves)
-
-    def _next_batch(self) -> list[Any]:
-        return list(itertools.islice(self._stream, self._full_batch()))
-
-    def _full_batch(self) -> int:
-        return self._configuration.batch_size

@@ -94,9 +94,7 @@ class Course:
 
     Args:
         seed: seed of the order of the samples.
-        batch_size: samples per iteration.
-        epochs: number of epochs after which it ends; None if ``steps`` is given.
-        steps: number of iterations after which it ends; None if ``epochs`` is given.
+        epochs: number of epochs after which it ends; None if ``steps``, a number of iterations, is given.
         epoch_ended: called at the end of every epoch.
 
     Attributes:

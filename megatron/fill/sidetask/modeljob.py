@@ -82,9 +82,9 @@ class ModelJob(NodeTask):
                     self._splits[key] = split_model(self.model, inputs, way, self._pieces, self.context.aside)
         return self._splits[key]
 
+    @abstractmethod
     def _resident(self) -> contextlib.AbstractContextManager[None]:
-        """A context inside which all weights are on the device; override it if they may be elsewhere."""
-        return contextlib.nullcontext()
+        """A context inside which all weights are on the device."""
 
     def _example(self, count: int) -> tuple[Any, Any]:
         """The inputs and targets of a batch of ``count`` samples to try the model with."""

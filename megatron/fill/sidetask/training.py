@@ -13,6 +13,7 @@ from megatron.fill.sidetask.data import classification_loss, load_object
 from megatron.fill.sidetask.iteration import Course, NodeIteration
 from megatron.fill.sidetask.modeljob import ModelJob
 from megatron.fill.sidetask.models import MODELS
+from megatron.fill.sidetask.optimizing import Offloaded, Slices, group_parameters, is_elementwise, step_group
 from megatron.fill.sidetask.state import on_cpu
 
 _REPORT_EVERY = 100  # iterations
@@ -96,8 +97,6 @@ class TrainingJob(ModelJob):
         self._configuration = self.configurations()[0]
 
     def _make_optimizer(self) -> None:
-        from megatron.fill.sidetask.optimizing import Slices, is_elementwise
-
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError("model has no parameter that can be trained")
@@ -195,8 +194,6 @@ class TrainingJob(ModelJob):
 
     def _arrange(self) -> None:
         """Split for the current microbatch and for the rest at the end of an epoch, and list the nodes."""
-        from megatron.fill.sidetask.optimizing import Offloaded, group_parameters
-
         size, length = self._configuration.batch_size, self._samples.length
         self._offloaded = Offloaded(self._configuration.offload, self.context.device)
         self._offloaded.keep(self.model, self.optimizer)  # an earlier configuration may have put them elsewhere
@@ -284,10 +281,7 @@ class TrainingJob(ModelJob):
             self._losses = []
 
     def _optimize(self, index: int) -> None:
-        """Do the optimizer step for one group of parameters."""
         with self._offloaded.step(self.optimizer, self._groups[index]):
-            from megatron.fill.sidetask.optimizing import step_group
-
             step_group(self.optimizer, self._groups[index])
 
     def _finish_step(self, gradients: dict[str, Any]) -> None:

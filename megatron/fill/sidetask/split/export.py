@@ -116,8 +116,6 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 class _Cutter:
-    """The cutting of an exported graph."""
-
     def __init__(self, program: Any, state: dict[str, torch.Tensor], inputs: list[str], call: Call) -> None:
         self.module: fx.GraphModule = program.graph_module
         self.state = state

@@ -105,11 +105,10 @@ class PieceRunner:
     def _run(self, index: int, inputs: list[Any]) -> tuple[Any, ...]:
         """Run a piece and keep its graph."""
         segment = self.split.segments[index]
-        numbered = zip(segment.inputs, inputs, strict=True)
+        numbered = list(zip(segment.inputs, inputs, strict=True))
         leaves = {n: _leaf(value) for n, value in numbered if n in self.split.differentiable}
-        pairs = zip(segment.inputs, inputs, strict=True)
         with torch.enable_grad():
-            entries = [leaves[n].view_as(leaves[n]) if n in leaves else value for n, value in pairs]
+            entries = [leaves[n].view_as(leaves[n]) if n in leaves else value for n, value in numbered]
             outputs = segment.run(*entries)
         self._kept[index] = (leaves, entries, outputs)
         return outputs

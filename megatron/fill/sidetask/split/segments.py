@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -102,9 +103,7 @@ def even_cuts(costs: list[float], allowed: dict[int, float], pieces: int) -> lis
         Places in order, fewer than ``pieces``.  Around each even place, the allowed place with the fewest bytes is
         taken.
     """
-    ends = [0.0]
-    for cost in costs:
-        ends.append(ends[-1] + cost)
+    ends = list(accumulate(costs, initial=0.0))
     share = ends[-1] / pieces
     cuts: list[int] = []
     for number in range(1, pieces):
