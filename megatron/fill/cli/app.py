@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from megatron.fill import wings
 from megatron.fill.cli import control, doctor, gc, jobs, logs, plan, profile, report, schedule, top, trial, usage
@@ -30,8 +30,7 @@ app = App(
 @app.callback()
 def options(
     version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=print_version, help="Print the versions of what is used."),
+        bool, Option("--version", is_eager=True, callback=print_version, help="Print the versions of what is used.")
     ] = False,
 ) -> None:
     pass

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument
 
 from megatron.fill.cli.options import Json
 from megatron.fill.cli.views import print_json
@@ -18,7 +19,7 @@ from megatron.fill.pages.moving import RankStanding, find_standings, stillness
 
 _LOOK_S = 0.005
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, as the training printed it.")]
+Run = Annotated[Path, Argument(metavar="RUN", help="The run folder, as the training printed it.")]
 
 
 def pause(run: Run, as_json: Json = False) -> None:

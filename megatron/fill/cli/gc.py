@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, parsed, store_option
 from megatron.fill.cli.views import print_json
@@ -18,15 +19,13 @@ if TYPE_CHECKING:
 
 
 def gc(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as the trainings printed them.")],
-    older_than: Annotated[
-        str, typer.Option("--older-than", metavar="AGE", help="How long nothing of it was used, such as 30d.")
-    ],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders, as the trainings printed them.")],
+    older_than: Annotated[str, Option(metavar="AGE", help="How long nothing of it was used, such as 30d.")],
     store: Annotated[
         str | None, store_option("A store that the runs served and whose password they did not write down.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run/--remove", help="Only say what would go, or remove it for good.")
+        bool, Option("--dry-run/--remove", help="Only say what would go, or remove it for good.")
     ] = True,
     as_json: Json = False,
 ) -> None:

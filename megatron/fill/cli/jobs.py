@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from megatron.fill.cli import views
 from megatron.fill.cli.options import JobName, JobNames, Json, Store, opened
@@ -25,11 +26,11 @@ _FINISHED = [state for state in JobState if state.finished]
 
 
 def submit(
-    jobs_file: Annotated[Path, typer.Argument(metavar="JOBS.yaml", help="The jobs, as --fill-jobs takes them.")],
+    jobs_file: Annotated[Path, Argument(metavar="JOBS.yaml", help="The jobs, as --fill-jobs takes them.")],
     store: Store = None,
-    user: Annotated[str | None, typer.Option(help="Whom the jobs are counted for.  [default: you]")] = None,
+    user: Annotated[str | None, Option(help="Whom the jobs are counted for.  [default: you]")] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Look whether this machine has what the jobs name.")
+        bool, Option("--check/--no-check", help="Look whether this machine has what the jobs name.")
     ] = True,
     as_json: Json = False,
 ) -> None:
@@ -92,13 +93,13 @@ def list_jobs(
     store: Store = None,
     state: Annotated[
         list[JobState] | None,
-        typer.Option(
+        Option(
             metavar="STATE",
             help=f"Only jobs in this state ({', '.join(JobState).lower()}); may be given again.",
             case_sensitive=False,
         ),
     ] = None,
-    show_all: Annotated[bool, typer.Option("--all", "-a", help="Every job.")] = False,
+    show_all: Annotated[bool, Option("--all", "-a", help="Every job.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the jobs in the order of their submission: what runs, the first 50 that wait, the last ten that finished.

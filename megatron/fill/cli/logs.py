@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from megatron.fill.cli.options import JobName, Json, Store, opened
 from megatron.fill.display import harmless
@@ -24,8 +24,8 @@ _POLL_S = 0.5
 def logs(
     name: JobName,
     store: Store = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has finished.")] = False,
-    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines.")] = None,
+    follow: Annotated[bool, Option("--follow", "-f", help="Go on until the job has finished.")] = False,
+    lines: Annotated[int | None, Option("--lines", "-n", min=0, help="Only the last lines.")] = None,
     as_json: Json = False,
 ) -> None:
     """Print what a job printed, with control characters made visible.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import CallbackParam
+from typer import Argument, CallbackParam, Option
 
 from megatron.fill.device.meter import default_device
 from megatron.fill.errors import ConfigError, FillError
@@ -98,17 +98,17 @@ def _warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str |
 def store_option(text: str, envvar: str | None = _STORE) -> Any:
     """Return the option ``--store`` with this help, and the environment variable that stands in for it."""
     names, metavar = ("--store", "-s"), "URL|FILE|FOLDER"
-    return typer.Option(*names, envvar=envvar, metavar=metavar, callback=_warn_of_password, help=text)
+    return Option(*names, envvar=envvar, metavar=metavar, callback=_warn_of_password, help=text)
 
 
 Store = Annotated[str | None, store_option("The job store: a database URL, a database file, or a run folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Json = Annotated[bool, Option("--json", help="Print JSON, and nothing else.")]
 Device = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda:0 (default: a GPU if there is one).")
+    str | None, Option("--device", metavar="DEVICE", help="cpu or cuda:0 (default: a GPU if there is one).")
 ]
 JobName = Annotated[
-    str, typer.Argument(metavar="JOB", help="Its name (the latest of that name) or number.", autocompletion=_names)
+    str, Argument(metavar="JOB", help="Its name (the latest of that name) or number.", autocompletion=_names)
 ]
 JobNames = Annotated[
-    list[str], typer.Argument(metavar="JOB...", help="Names (the latest of each) or numbers.", autocompletion=_names)
+    list[str], Argument(metavar="JOB...", help="Names (the latest of each) or numbers.", autocompletion=_names)
 ]

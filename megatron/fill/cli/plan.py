@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, Store, check_writable
 from megatron.fill.cli.profile import stored_profiles
@@ -43,28 +44,20 @@ class _Row:
 
 
 def plan(
-    jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="A jobs file.")],
-    bubbles: Annotated[
-        Path | None, typer.Option("--bubbles", metavar="FILE", help="What --fill-profile-only wrote.")
-    ] = None,
+    jobs: Annotated[Path, Argument(metavar="JOBS", help="A jobs file.")],
+    bubbles: Annotated[Path | None, Option(metavar="FILE", help="What --fill-profile-only wrote.")] = None,
     schedule: Annotated[
         Path | None,
-        typer.Option(
-            "--schedule",
-            metavar="FILE",
-            help="Instead of measured bubbles: a CSV file, docs/schedules.md; with --times.",
-        ),
+        Option(metavar="FILE", help="Instead of measured bubbles: a CSV file, docs/schedules.md; with --times."),
     ] = None,
     times: Times = "",
     transfer_ms: Transfer = 0.0,
-    rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Only this rank of the main job.")] = None,
-    profiles: Annotated[
-        Path | None, typer.Option("--profiles", metavar="FILE", help="JSON: a list of profiles per job name.")
-    ] = None,
+    rank: Annotated[int | None, Option(metavar="N", help="Only this rank of the main job.")] = None,
+    profiles: Annotated[Path | None, Option(metavar="FILE", help="JSON: a list of profiles per job name.")] = None,
     store: Store = None,
     margin_mib: Annotated[
         float,
-        typer.Option(
+        Option(
             "--memory-margin-mib",
             metavar="MIB",
             min=0,
@@ -72,7 +65,7 @@ def plan(
             help="As --fill-memory-margin-mib; on a GPU 1024 more, for a worker's CUDA context.",
         ),
     ] = MARGIN_BYTES / 2**20,
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the plans into this file.")] = None,
+    png: Annotated[Path | None, Option(metavar="FILE", help="Draw the plans into this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show how jobs fit into a training's bubbles: per rank and job, the configuration with the most work.

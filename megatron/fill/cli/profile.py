@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from megatron.fill.agent.admission import LIBRARY_SETTINGS
 from megatron.fill.cli.options import Device, Json, Store, check_writable, checked_device, opened
@@ -46,10 +47,10 @@ class Measured:
 
 
 def profile(
-    jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="A jobs file.")],
+    jobs: Annotated[Path, Argument(metavar="JOBS", help="A jobs file.")],
     device: Device = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profiles here, for pipefill plan.")
+        Path | None, Option("--output", "-o", metavar="FILE", help="Write the profiles here, for pipefill plan.")
     ] = None,
     store: Store = None,
     as_json: Json = False,

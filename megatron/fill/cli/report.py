@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, check_writable, parsed, store_option
 from megatron.fill.display import report_console
@@ -19,24 +19,21 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, as the training printed it.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="The run folder, as the training printed it.")],
     store: Annotated[str | None, store_option("The job store.  [default: the run's own]", envvar=None)] = None,
     price: Annotated[
         str | None,
-        typer.Option(
-            "--price",
+        Option(
             metavar="main=M,side=S",
             help="What an hour costs, in any currency: of all that the training runs on, and of one cheaper device "
             "for the jobs.  [default: the run's own]",
         ),
     ] = None,
     html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write it as a page with charts, too, which needs no network."),
+        Path | None, Option(metavar="FILE", help="Write it as a page with charts, too, which needs no network.")
     ] = None,
     compare: Annotated[
-        Path | None,
-        typer.Option("--compare", metavar="OTHER", help="Print the figures of OTHER and RUN side by side instead."),
+        Path | None, Option(metavar="OTHER", help="Print the figures of OTHER and RUN side by side instead.")
     ] = None,
     as_json: Json = False,
 ) -> None:

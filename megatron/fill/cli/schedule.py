@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.cli.views import print_json
@@ -23,7 +23,7 @@ _MOST_FORWARDS = 300_000  # of an iteration, on all ranks: about 10 s
 _MOST_MS = 1e6
 Times = Annotated[
     str,
-    typer.Option(
+    Option(
         "--times",
         metavar="F,I,W",
         help="Milliseconds of a microbatch on a rank, all its chunks together: forward, and the parts of the backward "
@@ -31,7 +31,7 @@ Times = Annotated[
     ),
 ]
 Transfer = Annotated[
-    float, typer.Option("--transfer", metavar="MS", min=0, max=_MOST_MS, help="Time of a transfer between ranks.")
+    float, Option("--transfer", metavar="MS", min=0, max=_MOST_MS, help="Time of a transfer between ranks.")
 ]
 _NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 
@@ -39,26 +39,22 @@ _NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 def schedule(
     which: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="NAME|FILE.csv",
             help="gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v or dualpipe-v; or a file in torch's CSV form.",
         ),
     ],
-    stages: Annotated[int | None, typer.Option("--stages", metavar="P", min=1, help="Ranks of the pipeline.")] = None,
-    microbatches: Annotated[
-        int | None, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches of an iteration.")
-    ] = None,
+    stages: Annotated[int | None, Option(metavar="P", min=1, help="Ranks of the pipeline.")] = None,
+    microbatches: Annotated[int | None, Option(metavar="M", min=1, help="Microbatches of an iteration.")] = None,
     chunks: Annotated[
         int | None,
-        typer.Option(
-            "--chunks", metavar="V", min=1, help="Stages of the model per rank (default: the least that NAME takes)."
-        ),
+        Option(metavar="V", min=1, help="Stages of the model per rank (default: the least that NAME takes)."),
     ] = None,
     times: Times = "1,1,1",
     transfer_ms: Transfer = 0.0,
     min_bubble_ms: Annotated[
         float,
-        typer.Option(
+        Option(
             "--min-bubble",
             metavar="MS",
             min=0,
@@ -66,9 +62,7 @@ def schedule(
             help="Shortest bubble that counts as fillable, as the setting min_bubble_us.",
         ),
     ] = 0.0,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="OUT", help="Write the schedule in torch's form, compute-only.")
-    ] = None,
+    csv: Annotated[Path | None, Option(metavar="OUT", help="Write the schedule in torch's form, compute-only.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check a pipeline schedule, and show its iteration time and its bubbles per rank and kind.

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from megatron.fill.cli.control import Run
 from megatron.fill.display import counted, literal, plain_table
@@ -40,12 +40,8 @@ _REST_S = 0.1  # time for the rest of a sequence to come
 
 def top(
     run: Run,
-    every: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")
-    ] = 2.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print one view and end, also where there is no terminal.")
-    ] = False,
+    every: Annotated[float, Option(metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")] = 2.0,
+    once: Annotated[bool, Option("--once", help="Print one view and end, also where there is no terminal.")] = False,
 ) -> None:
     """Watch a run: its ranks on all nodes, their bubbles and jobs, the queue and the slowdown.
 

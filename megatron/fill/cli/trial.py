@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Device, Json, checked_device
 from megatron.fill.cli.views import print_json
@@ -28,44 +29,28 @@ _PERIODS = 4  # default period, in bubble lengths: bubbles take a quarter of the
 
 
 def try_(
-    target: Annotated[
-        str, typer.Argument(metavar="FILE", help="A jobs file, or one task: module:Class or path.py:Class.")
-    ],
+    target: Annotated[str, Argument(metavar="FILE", help="A jobs file, or one task: module:Class or path.py:Class.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Of one task: its args, as in a jobs file.")
+        list[str] | None, Argument(metavar="[NAME=VALUE]...", help="Of one task: its args, as in a jobs file.")
     ] = None,
     job: Annotated[
-        list[str] | None,
-        typer.Option("--job", metavar="NAME", help="Only this job of the file; may be repeated.  [default: all]"),
+        list[str] | None, Option(metavar="NAME", help="Only this job of the file; may be repeated.  [default: all]")
     ] = None,
-    bubble_ms: Annotated[
-        float, typer.Option("--bubble-ms", metavar="MS", min=1, max=60_000, help="How long each bubble lasts.")
-    ] = 50.0,
+    bubble_ms: Annotated[float, Option(metavar="MS", min=1, max=60_000, help="How long each bubble lasts.")] = 50.0,
     every_ms: Annotated[
-        float | None,
-        typer.Option("--every-ms", metavar="MS", min=2, max=600_000, help="One comes so often.  [default: 4 bubbles]"),
+        float | None, Option(metavar="MS", min=2, max=600_000, help="One comes so often.  [default: 4 bubbles]")
     ] = None,
-    seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", min=0.1, max=86_400, help="For how long there are bubbles.")
-    ] = 5.0,
-    startup_seconds: Annotated[
-        float, typer.Option("--startup-seconds", metavar="S", min=1, max=86_400, help="For create() and init().")
-    ] = 120.0,
-    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of one task: its cap.")] = None,
+    seconds: Annotated[float, Option(metavar="S", min=0.1, max=86_400, help="For how long there are bubbles.")] = 5.0,
+    startup_seconds: Annotated[float, Option(metavar="S", min=1, max=86_400, help="For create() and init().")] = 120.0,
+    memory: Annotated[str | None, Option(metavar="SIZE", help="Of one task: its cap.")] = None,
     grace_ms: Annotated[
-        float, typer.Option("--grace-ms", metavar="MS", min=1, max=600_000, help="As grace_ms of --fill-settings.")
+        float, Option(metavar="MS", min=1, max=600_000, help="As grace_ms of --fill-settings.")
     ] = 500.0,
-    bind: Annotated[
-        list[str] | None, typer.Option("--bind", metavar="PATH[:rw]", help="As --fill-bind; may be repeated.")
-    ] = None,
-    sharing: Annotated[
-        Literal["auto", "mps", "timeslice"], typer.Option("--sharing", help="Of a GPU: as --fill-sharing.")
-    ] = "auto",
-    network: Annotated[bool, typer.Option("--network", help="As network of --fill-settings.")] = False,
+    bind: Annotated[list[str] | None, Option(metavar="PATH[:rw]", help="As --fill-bind; may be repeated.")] = None,
+    sharing: Annotated[Literal["auto", "mps", "timeslice"], Option(help="Of a GPU: as --fill-sharing.")] = "auto",
+    network: Annotated[bool, Option("--network", help="As network of --fill-settings.")] = False,
     device: Device = None,
-    keep: Annotated[
-        Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep the jobs' folders in this new folder.")
-    ] = None,
+    keep: Annotated[Path | None, Option(metavar="FOLDER", help="Keep the jobs' folders in this new folder.")] = None,
     as_json: Json = False,
 ) -> None:
     """Try jobs without any training: would they run in the bubbles of one?

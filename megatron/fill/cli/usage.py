@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from megatron.fill.cli.options import Json, Store, opened, parsed
 from megatron.fill.cli.views import print_json
@@ -48,14 +49,13 @@ class Used:
 
 def usage(
     store: Store = None,
-    by: Annotated[By, typer.Option("--by", help="What to sum by.")] = By.USER,
+    by: Annotated[By, Option(help="What to sum by.")] = By.USER,
     since: Annotated[
-        str | None, typer.Option("--since", metavar="TIME", help="Only jobs that ended since or go on, such as 7d.")
+        str | None, Option(metavar="TIME", help="Only jobs that ended since or go on, such as 7d.")
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(
-            "--price",
+        Option(
             metavar="P",
             min=0,
             max=1e9,
@@ -63,7 +63,7 @@ def usage(
         ),
     ] = None,
     as_json: Json = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
+    as_csv: Annotated[bool, Option("--csv", help="Print CSV, and nothing else.")] = False,
 ) -> None:
     """Show the device time that jobs took, their part of the devices' energy, and what it costs.
 

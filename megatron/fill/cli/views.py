@@ -60,8 +60,16 @@ def as_dict(job: Job, now_s: float) -> dict[str, Any]:
 
 
 def print_json(value: object) -> None:
-    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)  # JSON has neither NaN nor infinity
-    print(json.dumps(finite, indent=2))
+    print(json.dumps(_finite(value), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON lacks, by null."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(jobs: list[Job], now_s: float) -> None:

@@ -6,6 +6,8 @@ reads are JSON in text columns: PostgreSQL's JSON types refuse some values that 
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -63,7 +65,7 @@ jobs = Table(
     Column("asked_s", Double),
 )
 _UNFINISHED = text("state IN ('QUEUED', 'RUNNING')")
-_WHERE = {"sqlite_where": _UNFINISHED, "postgresql_where": _UNFINISHED}
+_WHERE: dict[str, Any] = {"sqlite_where": _UNFINISHED, "postgresql_where": _UNFINISHED}
 Index("pipefill_jobs_unfinished_name", jobs.c.name, unique=True, **_WHERE)
 Index("pipefill_jobs_name", jobs.c.name)
 Index("pipefill_jobs_state", jobs.c.state, jobs.c.lease_until_s)
