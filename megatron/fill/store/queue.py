@@ -121,16 +121,8 @@ class JobStore(ABC):
             if job is None:
                 return None
             now_s = transaction.now_s
-            job = replace(
-                job,
-                status=Status(JobState.RUNNING),
-                started_s=now_s,
-                attempt=job.attempt + 1,
-                owner=owner,
-                lease_until_s=now_s + lease_s,
-                device=checks.storable(device),
-                asked_by="",
-            )
+            job = replace(job, status=Status(JobState.RUNNING), started_s=now_s, attempt=job.attempt + 1, asked_by="")
+            job = replace(job, owner=owner, lease_until_s=now_s + lease_s, device=checks.storable(device))
             transaction.put(job)
             return Claim(job, owner)
 
@@ -276,9 +268,8 @@ class JobStore(ABC):
                 raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
             namesake = transaction.unfinished([job.name]).get(job.name)
             if namesake is not None and namesake.id != job.id:
-                raise JobError(
-                    f"job {_label(job)} cannot be retried: its name is in use by the {namesake.state} job {namesake.id}"
-                )
+                use = f"in use by the {namesake.state} job {namesake.id}"
+                raise JobError(f"job {_label(job)} cannot be retried: its name is {use}")
             if lost:
                 job = _expired(replace(job, cancelling=False), transaction.now_s)
             else:
@@ -370,14 +361,7 @@ def _storable(status: Status) -> Status:
 
 
 def _ended(job: Job, status: Status, now_s: float) -> Job:
-    return replace(
-        job,
-        status=_storable(status),
-        finished_s=now_s,
-        owner=None,
-        lease_until_s=None,
-        cancelling=False,
-    )
+    return replace(job, status=_storable(status), finished_s=now_s, owner=None, lease_until_s=None, cancelling=False)
 
 
 def _label(job: Job) -> str:

@@ -125,8 +125,8 @@ def _lost(checkpoint: Checkpoint, unit: str) -> str:
 
 def _callbacks(runs: Sequence[TrialTraining]) -> dict[str, float]:
     longest: dict[str, float] = {}
-    for run in runs:
-        for callback, took_ns in (run.worker.callbacks if run.worker is not None else {}).items():
+    for worker in (run.worker for run in runs if run.worker is not None):
+        for callback, took_ns in worker.callbacks.items():
             longest[callback] = max(longest.get(callback, 0.0), took_ns / 1e6)
     return longest
 

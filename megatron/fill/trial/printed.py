@@ -62,11 +62,10 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
     use, checkpoint, unit = trial.use, trial.checkpoint, trial.unit
     if use is not None:
         inside = "while it ran" if trial.command else "inside steps"
-        began = (
-            "" if use.first_step_us is None else f"; the first step began {use.first_step_us:.0f} us after the start"
-        )
+        if use.first_step_us is not None and not trial.command:
+            inside += f"; the first step began {use.first_step_us:.0f} us after the start"
         every = f"{use.bubbles} of {trial.bubble_ms:g} ms, one every {trial.period_ms:g} ms"
-        yield "bubbles", f"{every}: {use.used:.0%} of their time {inside}{'' if trial.command else began}"
+        yield "bubbles", f"{every}: {use.used:.0%} of their time {inside}"
         what = "it" if trial.command else "the last step"
         ran_on = f"{what} ran on after {use.overran} of them, {_ms(use.longest_overrun_ms)} at most"
         beyond = f"{use.offences or 'none'} beyond the grace of {trial.grace_ms:g} ms"
