@@ -10,11 +10,10 @@ from typing import Protocol
 
 from megatron.fill.agent.claims import Claims
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.agent.memory import DeviceMemory
+from megatron.fill.agent.memory import DeviceMemory, NoRoom
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.device.port import Limits, WorkerDevice
-from megatron.fill.device.pressure import NoRoom
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage

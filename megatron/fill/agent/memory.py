@@ -1,39 +1,33 @@
-"""Device memory: the cap of each worker, and the memory that it must give back when the training needs more."""
+"""Device memory: the cap of each worker, and the memory that it must give back when the training needs more.
+
+The training needs more memory than in its usual cycle when it evaluates, or when a longer sequence comes.  It is never
+asked to wait: a margin stays free at all times, and when the training grows into it, workers must free memory.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.device.port import Limiter, WorkerDevice
-from megatron.fill.device.pressure import MemoryGuard, NoRoom, Order, cap
 from megatron.fill.display import mib
 from megatron.fill.profiles import BubbleCycle
 from megatron.fill.status import Cause
 
 logger = logging.getLogger("pipefill.agent")
 
+_LAST = 4  # with less than the margin divided by this free, a worker is killed without being asked to shrink
 
-def worker_cap(
-    job_bytes: int | None, device: WorkerDevice, cycle: BubbleCycle | None, margin_bytes: int, others_bytes: int
-) -> int | NoRoom:
-    """Return the memory that a worker may hold in bytes; NoRoom if it is less than the job asks for.
 
-    Args:
-        cycle: the bubble cycle, with the memory that was recently free in each bubble; no more counts than is free now.
-            Memory that a job has given back since then counts once the rank has published its cycle again, since the
-            training may have grown in the meantime.
-        others_bytes: memory that the device's other worker was promised and does not hold yet.
-    """
-    slots = cycle.slots if cycle is not None else ()
-    free_bytes = min([device.free_bytes(), *(slot.free_bytes for slot in slots)])
-    found = cap(job_bytes, free_bytes, margin_bytes + device.overhead_bytes, others_bytes)
-    if job_bytes is not None and isinstance(found, int) and found < job_bytes:
-        return NoRoom(f"it asks for {mib(job_bytes)}, and the main job leaves {mib(found)}")
-    return found
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """The result that a worker does not fit into the device's memory."""
+
+    reason: str
 
 
 @dataclass(eq=False, repr=False)
@@ -41,21 +35,41 @@ class DeviceMemory:
     """The memory of one device, and the workers that share it with the training; for any thread."""
 
     device: WorkerDevice
-    margin_bytes: int
+    margin_bytes: int  # memory that has to stay free
     patience_s: float  # time that a worker has to give memory back once it is asked
 
     def __post_init__(self) -> None:
         self._shares: list[MemoryShare] = []
 
     def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom:
-        """Return the memory that a worker may hold in addition to those that run (``worker_cap``)."""
+        """Return the memory in bytes that another worker may hold; NoRoom if it is nothing, or less than it asks for.
+
+        Args:
+            job_bytes: memory that the job asks for; None for as much as there is.
+            cycle: the bubble cycle, with the memory that was recently free in each bubble; no more counts than is free
+                now.  Memory that a job has given back since then counts once the rank has published its cycle again,
+                since the training may have grown in the meantime.
+        """
+        free_bytes = min(
+            [self.device.free_bytes(), *(slot.free_bytes for slot in (cycle.slots if cycle is not None else ()))]
+        )
+        margin_bytes = self.margin_bytes + self.device.overhead_bytes
         others_bytes = sum(share.unused_promise_bytes for share in self._shares.copy())
-        return worker_cap(job_bytes, self.device, cycle, self.margin_bytes, others_bytes)
+        room_bytes = free_bytes - margin_bytes - others_bytes
+        if room_bytes <= 0:
+            others = f" and {mib(others_bytes)} of other jobs" if others_bytes else ""
+            return NoRoom(
+                f"the main job leaves {mib(free_bytes)} free at its peak: no more than the margin of "
+                f"{mib(margin_bytes)}{others}"
+            )
+        if job_bytes is not None and room_bytes < job_bytes:
+            return NoRoom(f"it asks for {mib(job_bytes)}, and the main job leaves {mib(room_bytes)}")
+        return room_bytes if job_bytes is None else job_bytes
 
     def room_bytes(self, cycle: BubbleCycle) -> int:
         """Return the memory in bytes for a worker that asks for no particular amount."""
         found = self.cap(None, cycle)
-        return found if isinstance(found, int) else 0
+        return 0 if isinstance(found, NoRoom) else found
 
     @contextmanager
     def shared(
@@ -66,8 +80,7 @@ class DeviceMemory:
         shrinking: Callable[[], bool],
     ) -> Iterator[MemoryShare]:
         """Provide the watch over one worker's share while it runs; the arguments are those of ``MemoryShare``."""
-        guard = MemoryGuard(self.margin_bytes, self.patience_s)
-        share = MemoryShare(self.device, limiter, promised_bytes, guard, shrink, shrinking)
+        share = MemoryShare(self, limiter, promised_bytes, shrink, shrinking)
         self._shares.append(share)
         try:
             yield share
@@ -79,19 +92,21 @@ class DeviceMemory:
 class MemoryShare:
     """Watches how much of the device is free while one worker runs (Watcher).
 
+    When less than the margin is free, the worker is asked to shrink, and stopped if it does not in time.
+
     Any thread may read ``unused_promise_bytes``; the rest is for the one that watches the worker.
     """
 
-    device: WorkerDevice
+    memory: DeviceMemory
     limiter: Limiter
     promised_bytes: int  # memory that the job asked for; 0 if it asked for no particular amount
-    guard: MemoryGuard  # decides whether the worker must shrink, stop or be killed
     # Asks the worker to hold at most this many bytes; None repeats the latest request.
     shrink: Callable[[int | None], None]
     shrinking: Callable[[], bool]  # returns True while the worker has not answered a request
+    clock: Callable[[], float] = time.monotonic  # monotonic time in seconds
 
     def __post_init__(self) -> None:
-        self._order = Order.OK
+        self._since_s: float | None = None  # time since which less than the margin is free
         self.ending: Ending | None = None  # the decision to end the worker; None while it may go on
         self.request = ""  # reason of the latest request to shrink; empty if there was none
 
@@ -102,19 +117,24 @@ class MemoryShare:
 
     def look(self) -> Ending | None:
         shrinking = self.shrinking()  # before the memory is read: while it shrinks it may hold more, for a copy
-        verdict = self.guard.judge(self.device.free_bytes(), self.limiter.held_bytes)
-        if self.ending or (verdict.order is self._order and verdict.order is not Order.SHRINK):
+        margin_bytes, patience_s = self.memory.margin_bytes, self.memory.patience_s
+        free_bytes, held_bytes = self.memory.device.free_bytes(), self.limiter.held_bytes
+        if self.ending is not None:
             return self.ending
-        if verdict.order is not self._order:
-            logger.info("memory: %s %s", verdict.order, verdict.reason)
-        self._order = verdict.order
-        match verdict.order:
-            case Order.SHRINK:
-                self.request = verdict.reason
-                assert verdict.held_bytes is not None
-                self.shrink(None if shrinking else verdict.held_bytes)
-            case Order.STOP:
-                self.ending = Ending(How.STOP, Cause.MEMORY_NEEDED, verdict.reason)
-            case Order.KILL:
-                self.ending = Ending(How.CUT, Cause.MEMORY_NEEDED, verdict.reason)
+        if free_bytes >= margin_bytes or held_bytes <= 0:  # without memory it cannot free any
+            self._since_s = None
+            return None
+        now_s = self.clock()
+        reason = f"the main job needs the memory: {mib(free_bytes)} free of a margin of {mib(margin_bytes)}"
+        if self._since_s is None:
+            self._since_s = now_s
+            logger.info("%s", reason)
+        if free_bytes * _LAST < margin_bytes:
+            self.ending = Ending(How.CUT, Cause.MEMORY_NEEDED, reason)
+        elif now_s - self._since_s >= patience_s:
+            reason += f", and the worker did not shrink within {patience_s:g} s"
+            self.ending = Ending(How.STOP, Cause.MEMORY_NEEDED, reason)
+        else:
+            self.request = reason
+            self.shrink(None if shrinking else max(0, held_bytes - (margin_bytes - free_bytes)))
         return self.ending

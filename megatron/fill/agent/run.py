@@ -22,12 +22,11 @@ from megatron.fill.agent.energy import EnergyShare
 from megatron.fill.agent.enforcer import Enforcer, Overtime
 from megatron.fill.agent.folder import BoundedOutput, folder_name, job_folder, occupied
 from megatron.fill.agent.ledger import Record
-from megatron.fill.agent.memory import MemoryShare
+from megatron.fill.agent.memory import MemoryShare, NoRoom
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.watch import End, JobWorker, Judge, StopRequests, progress_of
 from megatron.fill.agent.workers import WorkerPool, WorkerProcess, write_spec
 from megatron.fill.device.port import Limits
-from megatron.fill.device.pressure import NoRoom
 from megatron.fill.folders import PROFILE, output_file
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.profiles import MeasuredJob

@@ -2,7 +2,7 @@
 
 The runtime reserves some of both.  A job's memory stays on the device in all bubbles and between them.  So its largest
 node has to fit into the least memory that the training ever leaves, less a margin, and not only into that of its own
-bubble: this is the cap that its worker is held to (``device/pressure.py``).
+bubble: this is the cap that its worker is held to (``agent/memory.py``).
 """
 
 from __future__ import annotations

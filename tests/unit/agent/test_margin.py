@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.agent.memory import worker_cap
+from megatron.fill.agent.memory import DeviceMemory, MemoryShare
 from megatron.fill.device.margin import DRIVER_BYTES, CudaAllocator, keep_margin
 from megatron.fill.device.port import MIB
-from megatron.fill.device.pressure import MemoryGuard, Order
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 
@@ -150,16 +151,18 @@ def failures(seed: int, steps: int, owned: bool) -> int:
     need = 20 * GIB
     cache.need(need)
     driver_bytes = DRIVER_BYTES if owned else MARGIN
-    guard = MemoryGuard(driver_bytes, 1.0)
-    held, runs, failed = 0, False, 0
+    limiter: Any = SimpleNamespace(held_bytes=0)
+    memory = DeviceMemory(gpu, driver_bytes, 1.0)  # type: ignore[arg-type]
+    runs, failed, asked = False, 0, list[int | None]()
+    share = MemoryShare(memory, limiter, 0, asked.append, lambda: False)
     for step in range(steps):
         if owned and step % 20 == 0:
             keep_margin(cache, MARGIN)
         if not runs and step % 20 == 0:  # a new worker
             cycle = BubbleCycle(10**9, (BubbleSlot(BubbleKind.FILL, 10**6, gpu.free),))
-            runs = isinstance(worker_cap(None, gpu, cycle, driver_bytes, 0), int)  # type: ignore[arg-type]
+            runs, share = memory.room_bytes(cycle) > 0, MemoryShare(memory, limiter, 0, asked.append, lambda: False)
         if runs:
-            held += gpu.free
+            limiter.held_bytes += gpu.free
             gpu.malloc(gpu.free)
         # The training grows, by no more than the margin between two looks of its own.
         need = min(need + rng.choice((0, 0, 0, 0, rng.randrange(50 * MIB))), 60 * GIB)
@@ -167,9 +170,10 @@ def failures(seed: int, steps: int, owned: bool) -> int:
             cache.need(need)
         except MemoryError:
             failed += 1
-        if step % 3 == 0 and guard.judge(gpu.free, held).order is not Order.OK:  # whatever it is told, it does not do
-            gpu.free += held
-            held, runs = 0, False
+        if step % 3 == 0 and (share.look() or asked):  # whatever it is told, it does not do
+            gpu.free += limiter.held_bytes
+            limiter.held_bytes, runs = 0, False
+            asked.clear()
     return failed
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from megatron.fill.agent.ending import Ending, How
-from megatron.fill.agent.memory import DeviceMemory, MemoryShare, worker_cap
+from megatron.fill.agent.memory import DeviceMemory, MemoryShare, NoRoom
 from megatron.fill.device.port import MIB, Limits
-from megatron.fill.device.pressure import MemoryGuard, NoRoom
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
+from tests.support.clock import Clock
 from tests.support.fake_device import FakeDevice, FakeMachine
 
 MARGIN = 100 * MIB
@@ -17,34 +23,62 @@ def cycle(*free_mib: int) -> BubbleCycle:
     return BubbleCycle(10**9, tuple(BubbleSlot(BubbleKind.FILL, 10**6, free * MIB) for free in free_mib))
 
 
+def memory_of(free_mib: int, margin_bytes: int = MARGIN, **device: int) -> DeviceMemory:
+    return DeviceMemory(FakeDevice(FakeMachine(free_mib * MIB), **device), margin_bytes, 1.0)
+
+
 def test_the_cap_is_what_was_asked_for_or_what_the_cycle_leaves():
-    device = FakeDevice(FakeMachine(1000 * MIB))
-    assert worker_cap(50 * MIB, device, cycle(900, 800), MARGIN, 0) == 50 * MIB
-    assert worker_cap(None, device, cycle(900, 800), MARGIN, 0) == 700 * MIB
-    assert worker_cap(None, device, cycle(900, 800), MARGIN, 200 * MIB) == 500 * MIB
-    assert worker_cap(None, device, None, MARGIN, 0) == 900 * MIB
+    memory = memory_of(1000)
+    assert memory.cap(50 * MIB, cycle(900, 800)) == 50 * MIB
+    assert memory.cap(None, cycle(900, 800)) == 700 * MIB
+    assert memory.cap(None, None) == 900 * MIB
 
 
 def test_memory_that_was_free_some_time_ago_does_not_count():
-    device = FakeDevice(FakeMachine(300 * MIB))  # the main job has grown since the cycle was shown
-    assert worker_cap(None, device, cycle(900, 800), MARGIN, 0) == 200 * MIB
+    assert memory_of(300).cap(None, cycle(900, 800)) == 200 * MIB  # the main job has grown since the cycle was shown
 
 
 def test_memory_that_is_free_at_this_moment_alone_does_not_count():
-    device = FakeDevice(FakeMachine(1000 * MIB))  # as while optimizer state is in host memory
-    assert worker_cap(None, device, cycle(900, 200), MARGIN, 0) == 100 * MIB
+    assert memory_of(1000).cap(None, cycle(900, 200)) == 100 * MIB  # as while optimizer state is in host memory
 
 
 def test_a_job_that_asks_for_more_than_there_is_waits():
-    device = FakeDevice(FakeMachine(300 * MIB))
-    refused = worker_cap(500 * MIB, device, cycle(400, 500), MARGIN, 0)
+    refused = memory_of(300).cap(500 * MIB, cycle(400, 500))
     assert refused == NoRoom("it asks for 500 MiB, and the main job leaves 200 MiB")
-    assert isinstance(worker_cap(None, device, cycle(300), 400 * MIB, 0), NoRoom)
+    assert isinstance(memory_of(300, 400 * MIB).cap(None, cycle(300)), NoRoom)
 
 
 def test_the_overhead_of_a_process_comes_on_top():
-    device = FakeDevice(FakeMachine(300 * MIB), overhead_bytes=50 * MIB)
-    assert worker_cap(None, device, cycle(300), MARGIN, 0) == 150 * MIB
+    assert memory_of(300, overhead_bytes=50 * MIB).cap(None, cycle(300)) == 150 * MIB
+
+
+amounts = st.integers(min_value=0, max_value=100_000 * MIB)
+
+
+@given(st.none() | st.integers(1, 100_000 * MIB), st.none() | st.lists(amounts, max_size=8), amounts, amounts, amounts)
+def test_a_cap_leaves_the_margin_in_every_bubble(asked, cycle_free, now, margin, others):
+    memory = DeviceMemory(FakeDevice(FakeMachine(now)), margin, 1.0)
+    shown = None
+    if cycle_free is not None:
+        shown = BubbleCycle(10**9, tuple(BubbleSlot(BubbleKind.FILL, 10**6, free) for free in cycle_free))
+    with memory.shared(memory.device.limiter(Limits(), "job"), others, lambda size: None, lambda: False):
+        found = memory.cap(asked, shown)
+    least = min([now, *(cycle_free or [])])
+    if isinstance(found, NoRoom):
+        assert least < margin + others + (asked or 1)
+    else:
+        assert found > 0
+        assert least - found - others >= margin
+        assert found == (asked or least - margin - others)
+
+
+def test_a_refusal_says_what_there_is():
+    memory = memory_of(3072, 1024 * MIB)
+    with memory.shared(memory.device.limiter(Limits(), "job"), 512 * MIB, lambda size: None, lambda: False):
+        refusal = memory.cap(1024 * MIB, cycle(3072, 1024))
+    assert isinstance(refusal, NoRoom)
+    assert "leaves 1024 MiB free" in refusal.reason
+    assert "512 MiB of other jobs" in refusal.reason
 
 
 class Bench:
@@ -56,8 +90,8 @@ class Bench:
         self.limiter.adopt(self.worker)
         self.wanted: list[int | None] = []
         self.shrinking = False
-        guard = MemoryGuard(MARGIN, patience_s)
-        self.room = MemoryShare(self.device, self.limiter, 700 * MIB, guard, self.wanted.append, lambda: self.shrinking)
+        memory, self.clock = DeviceMemory(self.device, MARGIN, patience_s), Clock(100.0)
+        self.room = MemoryShare(memory, self.limiter, 700 * MIB, self.wanted.append, lambda: self.shrinking, self.clock)
         self.main_job = self.machine.start()
 
     def look(self, main_job_mib: int) -> Ending | None:
@@ -101,6 +135,56 @@ def test_one_that_does_not_shrink_is_stopped():
     assert ending.how is How.STOP
     assert ending.detail.startswith("the main job needs the memory: 60 MiB free of a margin of 100 MiB")
     assert bench.look(300) is ending  # decided once
+
+
+def test_one_has_its_time_to_shrink_anew_whenever_the_margin_was_free_again():
+    bench = Bench(patience_s=1.0)
+    for main_job_mib in (340, 300, 340):
+        bench.clock.now += 0.9
+        assert bench.look(main_job_mib) is None
+    assert bench.wanted == [560 * MIB] * 2
+    bench.clock.now += 1.1
+    ending = bench.look(340)
+    assert ending is not None
+    assert ending.how is How.STOP
+    assert ending.detail.endswith("did not shrink within 1 s")
+
+
+def test_there_is_no_asking_below_a_quarter_of_the_margin():
+    bench = Bench()
+    assert bench.look(375) is None
+    ending = bench.look(376)
+    assert ending is not None
+    assert ending.how is How.CUT
+
+
+@given(amounts, st.lists(st.tuples(amounts, amounts, st.floats(0, 3)), min_size=1, max_size=30))
+def test_the_margin_is_never_eaten_for_longer_than_the_patience(margin, looks):
+    clock, wanted, since_s = Clock(100.0), [], None
+    limiter: Any = SimpleNamespace(held_bytes=0)
+    machine = FakeMachine()
+    share = MemoryShare(DeviceMemory(FakeDevice(machine), margin, 1.0), limiter, 0, wanted.append, lambda: False, clock)
+    for free, held, passed_s in looks:
+        clock.now += passed_s
+        machine.total_bytes, limiter.held_bytes = free, held
+        wanted.clear()
+        ending = share.look()
+        short = free < margin and held > 0
+        since_s = (clock.now if since_s is None else since_s) if short else None
+        if short and free * 4 < margin:
+            assert ending is not None
+            assert ending.how is How.CUT
+        elif since_s is not None and clock.now - since_s >= 1:
+            assert ending is not None
+            assert ending.how is How.STOP
+        else:
+            assert ending is None
+            assert bool(wanted) == short
+        if ending is not None:
+            break  # decided once
+        for to_bytes in wanted:
+            assert 0 <= to_bytes < held
+            assert free + held - to_bytes >= margin or to_bytes == 0
 
 
 def test_a_sudden_growth_ends_the_worker():

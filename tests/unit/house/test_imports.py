@@ -101,7 +101,6 @@ TORCH_FREE = [
     "sandbox.process",
     "sandbox.probe",
     "device.doctor",
-    "device.pressure",
     "device.probes",
     "sidetask",
     "sidetask.training",

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.agent.memory import worker_cap
+from megatron.fill.agent.memory import DeviceMemory, NoRoom
 from megatron.fill.agent.ranking import Ranking, _for_job
 from megatron.fill.cli.plan import _plan_rank
 from megatron.fill.device.cuda import allocator_environment
 from megatron.fill.device.port import Limits
-from megatron.fill.device.pressure import NoRoom, cap
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import held_cycle, room_bytes
 from megatron.fill.planner.search import find_plan
@@ -25,7 +24,7 @@ from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 from megatron.fill.work import Work
 from megatron.fill.worker.nodes import NodeRun
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import FakeDevice, FakeMachine
 from tests.support.fakes import worker_spec
 from tests.support.posts import post
 
@@ -42,6 +41,11 @@ def profile(batch: int, memory_mib: int) -> JobProfile:
     return JobProfile(Configuration(batch), (NodeProfile("forward", 5 * MS, memory_mib * MIB),), float(batch))
 
 
+def memory_of(free_mib: int, margin_bytes: int, overhead_mib: int = 10) -> DeviceMemory:
+    device = FakeDevice(FakeMachine(free_mib * MIB), overhead_bytes=overhead_mib * MIB)
+    return DeviceMemory(device, margin_bytes, 1.0)
+
+
 profiles_ = st.lists(st.integers(1, 300), min_size=1, max_size=4).map(
     lambda sizes: [profile(batch, size) for batch, size in enumerate(sizes, 1)]
 )
@@ -55,9 +59,10 @@ profiles_ = st.lists(st.integers(1, 300), min_size=1, max_size=4).map(
 )
 def test_no_plan_exceeds_the_cap(free_mib, asked_mib, margin_mib, profiles):
     bubbles, asked = cycle(*free_mib), None if asked_mib is None else asked_mib * MIB
-    limit = cap(asked, min(slot.free_bytes for slot in bubbles.slots), margin_mib * MIB)
+    limit = memory_of(1000, margin_mib * MIB, 0).cap(None, bubbles)
     found = find_plan(held_cycle(bubbles, room_bytes(bubbles, margin_mib * MIB), asked), profiles)
-    fitting = [one for one in profiles if not isinstance(limit, NoRoom) and one.memory_bytes <= limit]
+    caps = [] if isinstance(limit, NoRoom) else [limit if asked is None else min(asked, limit)]
+    fitting = [one for one in profiles for cap in caps if one.memory_bytes <= cap]
     assert (found is None) == (not fitting)
     if found is not None:
         assert found.configuration == max(fitting, key=lambda one: one.work).configuration
@@ -65,16 +70,6 @@ def test_no_plan_exceeds_the_cap(free_mib, asked_mib, margin_mib, profiles):
 
 PROFILES = [profile(1, 20), profile(2, 60), profile(4, 150)]
 ROOMY = cycle(500, 100)  # b4 would fit the first bubble
-
-
-class Device:
-    overhead_bytes = 10 * MIB
-
-    def __init__(self, free_mib: int = 1000) -> None:
-        self.free_mib = free_mib
-
-    def free_bytes(self) -> int:
-        return self.free_mib * MIB
 
 
 @pytest.mark.parametrize(
@@ -105,9 +100,9 @@ sizes = st.integers(0, 300)
 
 @given(st.lists(sizes, min_size=1, max_size=4), sizes, st.none() | st.integers(1, 300), st.integers(0, 100))
 def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mib, now_mib, asked_mib, margin_mib):
-    bubbles, device = cycle(*free_mib), Device(now_mib)
+    bubbles, memory = cycle(*free_mib), memory_of(now_mib, margin_mib * MIB)
     asked = None if asked_mib is None else asked_mib * MIB
-    limit = worker_cap(asked, device, bubbles, margin_mib * MIB, 0)  # type: ignore[arg-type]
+    limit = memory.cap(asked, bubbles)
     if isinstance(limit, NoRoom):
         return
     limits = Limits(limit)
@@ -117,14 +112,10 @@ def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mi
     assert {slot.free_bytes for slot in run._held(bubbles).slots} == {limit}
     said = allocator_environment(limit, 1000 * MIB, {}, "2.15.0")["PYTORCH_ALLOC_CONF"]
     assert float(said.partition(":")[2]) * 1000 * MIB == pytest.approx(limit, abs=0.001 * MIB)
-
-    def room(cycle: BubbleCycle) -> int:
-        found = worker_cap(None, device, cycle, margin_mib * MIB, 0)  # type: ignore[arg-type]
-        return found if isinstance(found, int) else 0
-
     board = CycleBoard()
     board.show(bubbles)
-    choice = Ranking(parse_policy("sjf"), "rank 0", "cuda:0", CycleBoardReader(board.reader_fd()), 0, room)
+    reader = CycleBoardReader(board.reader_fd())
+    choice = Ranking(parse_policy("sjf"), "rank 0", "cuda:0", reader, 0, memory.room_bytes)
     held = choice._cycle()
     assert held is not None
     assert {slot.free_bytes for slot in _for_job(held, SimpleNamespace(work=Work(memory_bytes=asked))).slots} == {limit}  # type: ignore[arg-type]
@@ -144,7 +135,7 @@ def test_a_gpu_serves_no_job_before_it_is_known_what_the_main_job_leaves(monkeyp
 @pytest.mark.parametrize(("asked_mib", "margin_mib", "expected"), [(None, 0, "b2"), (59, 0, "b1"), (None, 50, "b1")])
 def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_mib, expected):
     asked, margin_bytes = None if asked_mib is None else asked_mib * MIB, margin_mib * MIB
-    limit = worker_cap(asked, Device(), ROOMY, margin_bytes, 0)  # type: ignore[arg-type]
+    limit = memory_of(1000, margin_bytes).cap(asked, ROOMY)
     [largest] = [one.memory_bytes for one in PROFILES if str(one.configuration) == expected]
     assert isinstance(limit, int)
     assert largest <= limit
@@ -171,12 +162,7 @@ def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_
 def test_what_is_free_now_counts_where_it_is_less():
     board = CycleBoard()
     board.show(ROOMY)
-    device = Device(free_mib=60)
-
-    def room(cycle: BubbleCycle) -> int:
-        found = worker_cap(None, device, cycle, 0, 0)  # type: ignore[arg-type]
-        return found if isinstance(found, int) else 0
-
+    room = memory_of(60, 0).room_bytes
     choice = Ranking(parse_policy("sjf"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), 0, room)
     held = choice._cycle()
     assert held is not None
