@@ -81,20 +81,23 @@ class Seat:
     context: AgentContext
     pool: WorkerPool
     judge: Judge
-    neighbour: Callable[[], Resident | None] | None = None  # returns the resident job; None for the resident seat
+    beside: Seat | None = None  # the resident seat, if this is the tail seat
     idle: Callable[[], object] = lambda: None  # called when there is no job for this seat
 
     def __post_init__(self) -> None:
-        self.tail = self.neighbour is not None
-        self.job_name = ""  # name of the present job; empty for none
-        self._find_neighbour = self.neighbour or (lambda: None)
-        self._run: JobRun | None = None
+        self._run: JobRun | None = None  # None without a job
         self._has_stepped = False  # a job that has ended has done a step
         self._seen: object = None  # state of store, cycle and resident job at the latest look
         self._looked_s = 0.0
 
     def __str__(self) -> str:
-        return "tail job" if self.tail else "resident job"
+        return "tail job" if self.beside is not None else "resident job"
+
+    @property
+    def job_name(self) -> str:
+        """The name of the present job; empty for none."""
+        run = self._run
+        return "" if run is None else run.job.name
 
     @property
     def resident(self) -> Resident | None:
@@ -104,7 +107,7 @@ class Seat:
         that are claimed later also go to ranks that have none yet.
         """
         run = self._run
-        return run.resident if run is not None and run.stepped else None
+        return None if run is None else run.resident
 
     @property
     def stepped(self) -> bool | None:
@@ -112,22 +115,20 @@ class Seat:
         run = self._run
         if self._has_stepped or (run is not None and run.stepped):
             return True
-        return False if self.job_name else None
+        return None if run is None else False
 
     @property
     def busy_until_s(self) -> float | None:
         """The job's expected end in seconds since the epoch; infinity if unknown, None without a job."""
         run = self._run
-        if not self.job_name:
-            return None
-        return math.inf if run is None else run.done_at_s
+        return None if run is None else run.done_at_s
 
     def serve(self) -> bool:
         """Run the next job, and return True; False if there is none for this seat."""
-        context, neighbour = self.context, self._find_neighbour()
+        context, (neighbour, serves) = self.context, self._neighbour
         if context.control.state is not RunState.RUNNING:
             return False
-        if self.tail and (neighbour is None or not context.baton.held):  # the resident job does not serve bubbles yet
+        if self.beside is not None and not serves:
             return False
         if context.device.name != "cpu" and context.board.read() is None:
             return False  # before the first iterations, the memory that the training leaves at its peak is unknown
@@ -137,27 +138,26 @@ class Seat:
         if claim is None:
             self.idle()
             return False
-        self.job_name = claim.job.name
+        self._run = JobRun(context, self.pool, self.judge, claim, neighbour)
         context.claims.look_again()
         try:
-            self._run = JobRun(context, self.pool, self.judge, claim, neighbour)
             self._run.run()
         finally:
             self._has_stepped = bool(self.stepped)
-            self.job_name, self._run = "", None
+            self._run = None
             context.claims.look_again()
         return True
 
     def rest(self, seconds: float) -> None:
         """Wait for ``seconds``, at most until the training is over or the resident job next to this seat changes."""
-        end_s, neighbour = time.monotonic() + seconds, self._neighbour_now
-        while not self.context.over and self._neighbour_now == neighbour and time.monotonic() < end_s:
+        end_s, neighbour = time.monotonic() + seconds, self._neighbour
+        while not self.context.over and self._neighbour == neighbour and time.monotonic() < end_s:
             time.sleep(_REST_S)
 
     @property
-    def _neighbour_now(self) -> tuple[Resident | None, bool]:
+    def _neighbour(self) -> tuple[Resident | None, bool]:
         """The resident job next to this seat, and True if it serves bubbles."""
-        neighbour = self._find_neighbour()
+        neighbour = None if self.beside is None else self.beside.resident
         return neighbour, neighbour is not None and self.context.baton.held
 
     def may_run(self, job: Job) -> bool:
@@ -194,7 +194,7 @@ class Agent:
         self.pool = WorkerPool(context)
         judge = Judge()
         self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
-        self.tail = Seat(context, self.pool, judge, neighbour=lambda: self.resident.resident)
+        self.tail = Seat(context, self.pool, judge, beside=self.resident)
         self._live: LiveSegment | None = None
         self.mover = Mover(spec.run_dir, context.ranking, self.resident.may_run)
 

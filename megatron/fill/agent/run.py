@@ -7,11 +7,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.fill import untrusted
 from megatron.fill.agent.admission import refusal
@@ -34,7 +32,7 @@ from megatron.fill.status import Cause, JobState, Status, Then, why
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import Claim, Progress, Standing
 from megatron.fill.types import JobRecord, WorkerRecord
-from megatron.fill.worker.spec import SandboxReport
+from megatron.fill.worker.spec import Outcome, SandboxReport
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -46,25 +44,7 @@ _SHOWN = 2000  # number of recent bubbles and steps in the record of a running j
 
 
 class NotStarted(Exception):
-    """A job did not begin, through no fault of its own.  No process of it is left."""
-
-    def __init__(self, cause: Cause, detail: str) -> None:
-        super().__init__(cause, detail)
-        self.status = Status(JobState.QUEUED, cause, detail)
-
-
-@contextlib.contextmanager
-def starting() -> Iterator[None]:
-    """Turn exceptions of this block into NotStarted."""
-    try:
-        yield
-    except NotStarted:
-        raise
-    except OSError as error:  # for example a full disk: it may succeed on another rank, or here later
-        raise NotStarted(Cause.NOT_STARTED, str(error)) from error
-    except Exception as error:
-        logger.exception("a job could not be started")
-        raise NotStarted(Cause.NOT_STARTED, f"{type(error).__name__}: {error}") from error
+    """A job did not begin, through no fault of its own; the arguments are cause and detail of its status."""
 
 
 @dataclass(eq=False, repr=False)
@@ -83,7 +63,6 @@ class JobRun:
     def __post_init__(self) -> None:
         self.job = self.claim.job
         self.held = HeldClaim(self.claim, self.progress)
-        self.resident: Resident | None = None  # the job and its folder while it runs; None before and after
         self.done_at_s = math.inf  # its expected end in seconds since the epoch; infinity if unknown
         self.started_ns, self.started_s = 0, 0.0  # set when the worker is about to be started
         self._worker: JobWorker | None = None  # None until the job begins
@@ -101,11 +80,15 @@ class JobRun:
                 return
             status = Status(JobState.FAILED, Cause.NOT_ALLOWED, refused)
         except NotStarted as error:
-            status = error.status
+            status = Status(JobState.QUEUED, *error.args)
         except Exception as error:
-            logger.exception("job %s: its agent failed", job.name)
-            raised = f"{type(error).__name__}: {error}"
-            status = Status(JobState.QUEUED, Cause.AGENT_FAILED, raised, Then.TRIED_AGAIN)
+            began = self._worker is not None
+            if isinstance(error, OSError) and not began:  # a full disk, say: it may succeed elsewhere, or here later
+                status = Status(JobState.QUEUED, Cause.NOT_STARTED, str(error))
+            else:
+                logger.exception("job %s: its agent failed", job.name)
+                cause, then = (Cause.AGENT_FAILED, Then.TRIED_AGAIN) if began else (Cause.NOT_STARTED, Then.NONE)
+                status = Status(JobState.QUEUED, cause, f"{type(error).__name__}: {error}", then)
         if status.state is JobState.QUEUED:
             context.ranking.misfits.tried(job.id, self._is_tail)
         logger.warning("job %s: %s %s", job.name, status.state, status.text)
@@ -115,6 +98,14 @@ class JobRun:
     def stepped(self) -> bool:
         """True if the job has done a step, according to its worker."""
         return self._worker is not None and self._worker.log.step_count > 0
+
+    @property
+    def resident(self) -> Resident | None:
+        """The job and its folder from its first step until its worker ends, otherwise None."""
+        worker = self._worker
+        if worker is None or worker.ended_ns or not self.stepped:
+            return None
+        return Resident(self.job, worker.directory)
 
     def progress(self) -> Progress:
         """Return the job's progress."""
@@ -129,10 +120,10 @@ class JobRun:
         """Return the record of a running job; None before it begins."""
         if (worker := self._worker) is None:
             return None
-        unit = worker.log.unit or self.job.progress.unit
-        steps = worker.log.record(self.job.name, self.context.spec.rank, _SHOWN)
-        status, total_work = Status(JobState.RUNNING), worker.log.total_work
-        return self._record(worker, steps, status, unit=unit, total_work=total_work), steps
+        log = worker.log
+        outcome = Outcome(Cause.NONE, unit=log.unit or self.job.progress.unit, total_work=log.total_work)
+        steps = log.record(self.job.name, self.context.spec.rank, _SHOWN)
+        return self._record(worker, steps, Status(JobState.RUNNING), outcome)
 
     @property
     def _is_tail(self) -> bool:
@@ -154,21 +145,22 @@ class JobRun:
         """
         context, job, claim = self.context, self.job, self.claim
         with ExitStack() as always:
-            with starting():
-                limits = context.limits(job)
-                if isinstance(limits, NoRoom):
-                    raise NotStarted(Cause.NO_MEMORY, limits.reason)
-                directory = job_folder(context.run_dir, job, context.spec.user)
-                if directory is None:
-                    raise OSError("it has no folder; the agent's log says why")
-                if not context.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
-                    return  # the claim is lost, or the store cannot be reached and the lease runs out
-                logger.info("job %s: starting as the %s job", job.name, "tail" if self._is_tail else "resident")
-                always.enter_context(occupied(directory))
+            limits = context.limits(job)
+            if isinstance(limits, NoRoom):
+                raise NotStarted(Cause.NO_MEMORY, limits.reason)
+            directory = job_folder(context.run_dir, job, context.spec.user)
+            if directory is None:
+                raise OSError("it has no folder; the agent's log says why")
+            if not context.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
+                return  # the claim is lost, or the store cannot be reached and the lease runs out
+            logger.info("job %s: starting as the %s job", job.name, "tail" if self._is_tail else "resident")
+            always.enter_context(occupied(directory))
             self.held.beat_s = self._told_s = time.monotonic()
             self.started_ns, self.started_s = time.monotonic_ns(), time.time()
             always.enter_context(context.ledger.running(self.so_far))
-            worker, end = self._work(limits, directory)
+            with ExitStack() as at_end:  # whatever is raised, no process of the worker is left
+                self._worker = worker = self._start(limits, directory, at_end)
+                end = self._watch(worker)
             status, progress = self.judge.verdict(job, end), self.progress()
             if status.cause is Cause.DOES_NOT_FIT:
                 status = replace(status, device=context.name)
@@ -180,41 +172,24 @@ class JobRun:
             if end.unfit:
                 context.ranking.misfits.tried(job.id, self._is_tail)
             logger.info("job %s: %s %s", job.name, status.state, status.text)
-            context.ledger.keep(*self._ended(worker, status, end))
+            steps = worker.log.record(job.name, context.spec.rank)
+            context.ledger.keep(*self._record(worker, steps, status, end.outcome, end.violations))
 
-    def _work(self, limits: Limits, directory: Path) -> tuple[JobWorker, End]:
-        """Run the job until its worker has ended; no process of it is left, whatever is raised."""
-        with ExitStack() as always, ExitStack() as on_failure:
-            with starting():
-                self._worker = worker = self._start(limits, directory, always, on_failure)
-            self.resident = Resident(self.job, directory)
-            try:
-                end = self._watch(worker)
-            finally:
-                self.resident = None
-            on_failure.pop_all()
-            return worker, end
-
-    def _start(self, limits: Limits, directory: Path, always: ExitStack, on_failure: ExitStack) -> JobWorker:
-        """Start the worker, and let the job begin once it is in its sandbox.
-
-        Args:
-            always: clean-up for the end of the run.
-            on_failure: clean-up that comes before it if the run ends with an exception.
-        """
+    def _start(self, limits: Limits, directory: Path, at_end: ExitStack) -> JobWorker:
+        """Start the worker, and let the job begin once it is in its sandbox; ``at_end`` gets what is to be undone."""
         context, job = self.context, self.job
         context.claims.renew(self.held)  # on a busy machine a start may take longer than a lease
-        always.callback(context.claims.stop_renewing, self.claim)
+        at_end.callback(context.claims.stop_renewing, self.claim)
         for attendant in context.attendants:
-            always.enter_context(attendant.shown(folder_name(job)))
-        process = always.enter_context(self.pool.worker(job))
+            at_end.enter_context(attendant.shown(folder_name(job)))
+        process = at_end.enter_context(self.pool.worker(job))
         limiter = context.device.limiter(limits, process.name)
-        always.callback(limiter.close)
+        at_end.callback(limiter.close)
         output = BoundedOutput(output_file(directory), context.spec.max_output_bytes)
-        always.callback(output.close)
+        at_end.callback(output.close)
         if not self._is_tail:
-            always.callback(context.baton.drop)
-        on_failure.callback(self._abandon, process)
+            at_end.callback(context.baton.drop)
+        at_end.callback(self._end_process, process)
         log_fd = create_log()
         try:
             log = StepLog(log_fd)
@@ -225,7 +200,7 @@ class JobRun:
             os.close(log_fd)
         report = self._await_sandbox(process, requests)
         limiter.adopt(report.init, process.pid)
-        on_failure.callback(limiter.kill)
+        at_end.callback(limiter.kill)
         process.begin()
         self.pool.stand_by()
         for lacking in report.lacking:
@@ -250,8 +225,8 @@ class JobRun:
                 return found
         raise OSError(f"its worker was not ready within {_SANDBOX_S:g} s")
 
-    def _abandon(self, process: WorkerProcess) -> None:
-        """End a worker whose run failed, with all that it started, and log its unread output."""
+    def _end_process(self, process: WorkerProcess) -> None:
+        """End a worker's first process if it has not ended, and log its output that nobody has read."""
         if said := process.end():
             logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
 
@@ -322,38 +297,30 @@ class JobRun:
 
         self._profile_kept = bool(self.context.claims.ask(keep))
 
-    def _ended(self, worker: JobWorker, status: Status, end: End) -> Record:
-        """Return the record of a job that has ended."""
-        outcome, steps = end.outcome, worker.log.record(self.job.name, self.context.spec.rank)
-        record = self._record(
-            worker,
-            steps,
-            status,
-            unit=outcome.unit,
-            total_work=outcome.total_work,
-            result=outcome.result,
-            ended_ns=worker.ended_ns,
-            offences=end.violations,
-        )
-        return record, steps
-
-    def _record(self, worker: JobWorker, steps: WorkerRecord, status: Status, **more: Any) -> JobRecord:
-        """Return the job's record; its counts are those of ``steps``, since the log itself has changed since then."""
+    def _record(
+        self, worker: JobWorker, steps: WorkerRecord, status: Status, outcome: Outcome, offences: int = 0
+    ) -> Record:
+        """Return the record; the job's counts are those of ``steps``, since the log itself has changed since then."""
         job, log, now_ns = self.job, worker.log, time.monotonic_ns()
-        return JobRecord(
+        record = JobRecord(
             name=job.name,
             what=job.work.what,
             status=status,
             work_done=steps.work_done + steps.alone_work,
+            unit=outcome.unit,
             rank=steps.rank,
             steps=steps.steps_done + log.alone_steps,
             harvested_s=steps.harvested_ns / 1e9,
+            total_work=outcome.total_work,
+            result=outcome.result,
             directory=str(worker.directory),
             ended_s=time.time(),
             attempt=job.attempt,
             started_ns=self.started_ns,
             ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
+            ended_ns=worker.ended_ns,
             peak_bytes=worker.limiter.peak_bytes,
+            offences=offences,
             side_throughput=job.work.side_throughput,
-            **more,
         )
+        return record, steps

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,9 +99,9 @@ def test_a_failure_is_counted_in_what_the_store_hears(bench, monkeypatch):
 
 def test_an_empty_tail_seat_looks_again_once_the_job_beside_it_serves(bench):
     job = bench.submit(**LONG)
-    besides: list[Resident | None] = [None]
-    tail = Seat(bench.context, bench.pool, bench.judge, neighbour=lambda: besides[0])
-    for change in (lambda: besides.__setitem__(0, Resident(job, bench.folder)), bench.context.baton.hold):
+    resident: Any = SimpleNamespace(resident=None)
+    tail = Seat(bench.context, bench.pool, bench.judge, beside=resident)
+    for change in (lambda: setattr(resident, "resident", Resident(job, bench.folder)), bench.context.baton.hold):
         resting = threading.Thread(target=tail.rest, args=(600.0,))
         resting.start()
         time.sleep(0.05)
@@ -319,7 +320,7 @@ def test_nothing_is_taken_while_filling_is_off_nor_by_a_tail_without_a_resident_
     bench.control.change(RunState.PAUSED)
     assert not bench.seat().serve()
     bench.control.change(RunState.RUNNING)
-    tail = type(bench.seat())(bench.context, bench.pool, bench.judge, neighbour=lambda: None)
+    tail = Seat(bench.context, bench.pool, bench.judge, beside=bench.seat())
     assert not tail.serve()
     assert bench.store.get(job.id).state is JobState.QUEUED
     assert (str(tail), tail.busy_until_s, tail.resident) == ("tail job", None, None)
