@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
+from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.device.port import Limits
 from megatron.fill.display import mib
 
@@ -105,3 +106,8 @@ class FakeDevice:
 
     def limiter(self, limits: Limits, name: str) -> FakeLimiter:
         return FakeLimiter(self.machine, limits, name)
+
+
+def free_memory(free_bytes: int = 1 << 40, margin_bytes: int = 0, overhead_bytes: int = 0) -> DeviceMemory:
+    """The memory of a device without processes."""
+    return DeviceMemory(FakeDevice(FakeMachine(free_bytes), overhead_bytes=overhead_bytes), margin_bytes, 1.0)

@@ -66,7 +66,7 @@ class Post:
                 60.0,
                 connect=lambda url, create: self.store,
             ),
-            ranking=Ranking(parse_policy(agent.policy), "rank 3", "cpu", board, 0, memory.room_bytes),
+            ranking=Ranking(parse_policy(agent.policy), "rank 3", "cpu", board, memory),
             ledger=AttemptLedger(AgentFile(folder, 3), LastWord.create()),
         )
         self.pool = WorkerPool(self.context)

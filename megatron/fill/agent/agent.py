@@ -204,9 +204,8 @@ class Agent:
         # A worker gives memory back between two steps, and a step may run beyond its bubble for the grace period.
         memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
-        margin_bytes = spec.margin_bytes + device.overhead_bytes
         policy, valid_for = parse_policy(spec.policy), fingerprint(spec.device)
-        ranking = Ranking(policy, name, valid_for, board, margin_bytes, memory.room_bytes, spec.quota)
+        ranking = Ranking(policy, name, valid_for, board, memory, spec.quota)
         last_word = LastWord(spec.left_fd)
         if dead:
             last_word.succeed()

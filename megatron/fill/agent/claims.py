@@ -67,11 +67,11 @@ class Claims:
 
     def __post_init__(self) -> None:
         self.every_s = min(_BEAT_S, self.lease_s / 3)
-        self.refused: list[tuple[str, str]] = []  # jobs that could not be submitted, and why
         self._store: JobStore | None = None
         self._held: list[HeldClaim] = []
         self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store does not know yet
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the two lists
+        self._connecting = threading.Lock()
         self._pause_s = _FIRST_PAUSE_S
         self._again_s = 0.0
         self._device_s = 0.0
@@ -124,12 +124,7 @@ class Claims:
             self._held = [held for held in self._held if held.claim is not claim]
 
     def finish(
-        self,
-        claim: Claim,
-        status: Status,
-        progress: Progress,
-        result: dict[str, Any],
-        patience_s: float,
+        self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any], patience_s: float
     ) -> bool:
         """Report that the job has ended (QUEUED: give it back).
 
@@ -155,43 +150,33 @@ class Claims:
             self._unsaid.pop(0)
 
     def _connected(self) -> JobStore:
-        if self._store is None:
-            self._store = self.connect(self.url, create=self.submit is not None)
-        if self.submit is not None:
-            self._submit_jobs(self._store)
-        if self.dead:
-            self._disown(self._store)
+        """Return the store, once it has the jobs to submit, and dead agents' jobs are given back."""
+        with self._connecting:
+            if self._store is None:
+                self._store = self.connect(self.url, create=self.submit is not None)
+            jobs, self.submit = self.submit, None
+            try:
+                if jobs is not None:
+                    self._submit_jobs(self._store, jobs)
+            except StoreError:
+                self.submit = jobs
+                raise
+            for owner in self.dead:
+                self._store.disown(owner)
+            self.dead = ()
         self._pause_s = _FIRST_PAUSE_S
         return self._store
 
-    def _submit_jobs(self, store: JobStore) -> None:
-        with self._lock:
-            waiting, self.submit = self.submit, None
-        if waiting is None:
-            return
+    def _submit_jobs(self, store: JobStore, jobs: Sequence[NewJob]) -> None:
         try:
-            store.submit(waiting)
-        except StoreError:
-            self.submit = waiting
-            raise
+            store.submit(jobs)
         except JobError:  # one of the jobs is refused: submit the others
-            for job in _firsts_first(waiting):
+            for job in _firsts_first(jobs):
                 try:
                     store.submit([job])
                 except JobError as error:
                     logger.warning("job %s is not submitted: %s", job.name, error)
-                    self.refused.append((job.name, str(error)))
         self.submitted()
-
-    def _disown(self, store: JobStore) -> None:
-        with self._lock:
-            dead, self.dead = self.dead, []
-        try:
-            for owner in dead:
-                store.disown(owner)
-        except StoreError:
-            self.dead = dead
-            raise
 
     def _failed(self, error: StoreError) -> None:
         if time.monotonic() < self._again_s:

@@ -41,6 +41,11 @@ class DeviceMemory:
     def __post_init__(self) -> None:
         self._shares: list[MemoryShare] = []
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that has to stay free where a worker starts, and what the worker takes beyond its allocations."""
+        return self.margin_bytes + self.device.overhead_bytes
+
     def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom:
         """Return the memory in bytes that another worker may hold; NoRoom if it is nothing, or less than it asks for.
 
@@ -53,14 +58,13 @@ class DeviceMemory:
         free_bytes = min(
             [self.device.free_bytes(), *(slot.free_bytes for slot in (cycle.slots if cycle is not None else ()))]
         )
-        margin_bytes = self.margin_bytes + self.device.overhead_bytes
         others_bytes = sum(share.unused_promise_bytes for share in self._shares.copy())
-        room_bytes = free_bytes - margin_bytes - others_bytes
+        room_bytes = free_bytes - self.kept_bytes - others_bytes
         if room_bytes <= 0:
             others = f" and {mib(others_bytes)} of other jobs" if others_bytes else ""
             return NoRoom(
                 f"the main job leaves {mib(free_bytes)} free at its peak: no more than the margin of "
-                f"{mib(margin_bytes)}{others}"
+                f"{mib(self.kept_bytes)}{others}"
             )
         if job_bytes is not None and room_bytes < job_bytes:
             return NoRoom(f"it asks for {mib(job_bytes)}, and the main job leaves {mib(room_bytes)}")

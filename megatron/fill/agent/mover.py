@@ -61,15 +61,6 @@ def best_move(prospects: Sequence[Prospect]) -> Prospect | None:
     return max((one for one in prospects if one.worth_it), key=lambda one: one.gain_s, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """Progress of a job when it was first looked at."""
-
-    attempt: int
-    at_s: float
-    progress: Progress
-
-
 @dataclass(eq=False, repr=False)
 class Mover:
     """Looks for a job that should move to this rank."""
@@ -81,7 +72,8 @@ class Mover:
     epoch: Callable[[], float] = time.time  # seconds since the epoch
 
     def __post_init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+        # By job and attempt: the time of the first look, and the progress then.
+        self._seen: dict[tuple[int, int], tuple[float, Progress]] = {}
         self._looked_s = -inf
 
     def look(self, store: JobStore) -> None:
@@ -93,13 +85,14 @@ class Mover:
             self._seen = {}
         self._looked_s = now_s
         devices = {device.name: device for device in store.devices() if device.run == self.run}
-        tails = [job for job in store.list({JobState.RUNNING}) if self._is_movable(job, devices)]
-        self._seen = {job.id: self._first_seen(job, now_s) for job in tails}
-        prospects = [self._prospect(store, job, now_s) for job in tails]
+        tails = {job.id: job for job in store.list({JobState.RUNNING}) if self._is_movable(job, devices)}
+        keys = [(job.id, job.attempt) for job in tails.values()]
+        self._seen = {key: self._seen.get(key, (now_s, tails[key[0]].progress)) for key in keys}
+        prospects = [self._prospect(store, job, now_s) for job in tails.values()]
         best = best_move([one for one in prospects if one is not None])
         if best is None:
             return
-        job = next(job for job in tails if job.id == best.job)
+        job = tails[best.job]
         if self.fits(job) and store.ask_for(job.id, job.attempt, self.ranking.device):
             logger.info("job %s: asked for, %s has only a tail for it", job.name, job.device)
 
@@ -112,19 +105,13 @@ class Mover:
         saves = job.work.command is None and job.progress.resumable
         return serving and saves and Path(job.directory).is_dir()  # the folder may be missing on another node
 
-    def _first_seen(self, job: Job, now_s: float) -> _Seen:
-        seen = self._seen.get(job.id)
-        if seen is None or seen.attempt != job.attempt:
-            return _Seen(job.attempt, now_s, job.progress)
-        return seen
-
     def _prospect(self, store: JobStore, job: Job, now_s: float) -> Prospect | None:
-        seen, cycle, progress = self._seen[job.id], self.ranking.board.read(), job.progress
-        watched_s = now_s - seen.at_s
+        (seen_s, before), progress = self._seen[job.id, job.attempt], job.progress
+        cycle, watched_s = self.ranking.board.read(), now_s - seen_s
         if cycle is None or watched_s < _WATCH_S:
             return None
-        work_s = (progress.work_done - seen.progress.work_done) / watched_s  # work per second
-        speed = (progress.harvested_s - seen.progress.harvested_s) / watched_s
+        work_s = (progress.work_done - before.work_done) / watched_s  # work per second
+        speed = (progress.harvested_s - before.harvested_s) / watched_s
         elsewhere = _YIELD * sum(slot.duration_ns for slot in cycle.slots) / cycle.period_ns
         unit_s = self.ranking.unit_s(store, job)
         if unit_s is not None:

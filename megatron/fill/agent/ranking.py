@@ -7,11 +7,12 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill import untrusted
+from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.display import counted
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.folders import PLAN
@@ -53,9 +54,7 @@ class Ranking:
     device: str  # name of this rank's device
     fingerprint: str  # device and software for which profiles measured here are valid
     board: CycleBoardReader  # the page with its bubble cycle
-    margin_bytes: int = 0  # memory that stays free on every device
-    # Returns the memory cap of a worker here, by what is free now too; None to use the cycle alone.
-    room: Callable[[BubbleCycle], int] | None = None
+    memory: DeviceMemory  # the device's memory
     quota: Quota | None = None  # most that the jobs of each user may take; None for all
 
     def __post_init__(self) -> None:
@@ -145,9 +144,7 @@ class Ranking:
     def _cycle(self) -> BubbleCycle | None:
         """Return this rank's cycle, with the memory cap of a worker."""
         cycle = self.board.read()
-        if cycle is None:
-            return None
-        return held_cycle(cycle, room_bytes(cycle, self.margin_bytes) if self.room is None else self.room(cycle))
+        return None if cycle is None else held_cycle(cycle, self.memory.room_bytes(cycle))
 
     def _other_cycles(self, devices: Iterable[DeviceEntry]) -> dict[str, BubbleCycle | None]:
         """Return the cycle of each other device that has published one.
@@ -163,7 +160,7 @@ class Ranking:
                 continue
             with contextlib.suppress(ValueError):  # the other agent has another version
                 cycle = cycle_from_dict(device.cycle)
-                found[device.name] = held_cycle(cycle, max(least_bytes, room_bytes(cycle, self.margin_bytes)))
+                found[device.name] = held_cycle(cycle, max(least_bytes, room_bytes(cycle, self.memory.kept_bytes)))
         return found
 
     def _learn(self, store: JobStore, job: Job) -> None:

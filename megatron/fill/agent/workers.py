@@ -226,7 +226,7 @@ def write_spec(
         cycle=None if neighbour is None else context.ranking.leftover(neighbour),
         profiles=context.ranking.profiles_of(job),
         checkpoint_s=agent.checkpoint_s,
-        margin_bytes=agent.margin_bytes + device.overhead_bytes,
+        margin_bytes=context.memory.kept_bytes,
         device=device.worker_name,
         cpus=agent.cpus,
         # A job could bring its own module with an allowed name, so an allowed module must be installed.

@@ -14,7 +14,7 @@ from megatron.fill.device.port import MIB, Limits
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 from tests.support.clock import Clock
-from tests.support.fake_device import FakeDevice, FakeMachine
+from tests.support.fake_device import FakeDevice, FakeMachine, free_memory
 
 MARGIN = 100 * MIB
 
@@ -23,33 +23,31 @@ def cycle(*free_mib: int) -> BubbleCycle:
     return BubbleCycle(10**9, tuple(BubbleSlot(BubbleKind.FILL, 10**6, free * MIB) for free in free_mib))
 
 
-def memory_of(free_mib: int, margin_bytes: int = MARGIN, **device: int) -> DeviceMemory:
-    return DeviceMemory(FakeDevice(FakeMachine(free_mib * MIB), **device), margin_bytes, 1.0)
-
-
 def test_the_cap_is_what_was_asked_for_or_what_the_cycle_leaves():
-    memory = memory_of(1000)
+    memory = free_memory(1000 * MIB, MARGIN)
     assert memory.cap(50 * MIB, cycle(900, 800)) == 50 * MIB
     assert memory.cap(None, cycle(900, 800)) == 700 * MIB
     assert memory.cap(None, None) == 900 * MIB
 
 
 def test_memory_that_was_free_some_time_ago_does_not_count():
-    assert memory_of(300).cap(None, cycle(900, 800)) == 200 * MIB  # the main job has grown since the cycle was shown
+    memory = free_memory(300 * MIB, MARGIN)  # the main job has grown since the cycle was shown
+    assert memory.cap(None, cycle(900, 800)) == 200 * MIB
 
 
 def test_memory_that_is_free_at_this_moment_alone_does_not_count():
-    assert memory_of(1000).cap(None, cycle(900, 200)) == 100 * MIB  # as while optimizer state is in host memory
+    memory = free_memory(1000 * MIB, MARGIN)  # as while optimizer state is in host memory
+    assert memory.cap(None, cycle(900, 200)) == 100 * MIB
 
 
 def test_a_job_that_asks_for_more_than_there_is_waits():
-    refused = memory_of(300).cap(500 * MIB, cycle(400, 500))
+    refused = free_memory(300 * MIB, MARGIN).cap(500 * MIB, cycle(400, 500))
     assert refused == NoRoom("it asks for 500 MiB, and the main job leaves 200 MiB")
-    assert isinstance(memory_of(300, 400 * MIB).cap(None, cycle(300)), NoRoom)
+    assert isinstance(free_memory(300 * MIB, 400 * MIB).cap(None, cycle(300)), NoRoom)
 
 
 def test_the_overhead_of_a_process_comes_on_top():
-    assert memory_of(300, overhead_bytes=50 * MIB).cap(None, cycle(300)) == 150 * MIB
+    assert free_memory(300 * MIB, MARGIN, 50 * MIB).cap(None, cycle(300)) == 150 * MIB
 
 
 amounts = st.integers(min_value=0, max_value=100_000 * MIB)
@@ -57,7 +55,7 @@ amounts = st.integers(min_value=0, max_value=100_000 * MIB)
 
 @given(st.none() | st.integers(1, 100_000 * MIB), st.none() | st.lists(amounts, max_size=8), amounts, amounts, amounts)
 def test_a_cap_leaves_the_margin_in_every_bubble(asked, cycle_free, now, margin, others):
-    memory = DeviceMemory(FakeDevice(FakeMachine(now)), margin, 1.0)
+    memory = free_memory(now, margin)
     shown = None
     if cycle_free is not None:
         shown = BubbleCycle(10**9, tuple(BubbleSlot(BubbleKind.FILL, 10**6, free) for free in cycle_free))
@@ -73,7 +71,7 @@ def test_a_cap_leaves_the_margin_in_every_bubble(asked, cycle_free, now, margin,
 
 
 def test_a_refusal_says_what_there_is():
-    memory = memory_of(3072, 1024 * MIB)
+    memory = free_memory(3072 * MIB, 1024 * MIB)
     with memory.shared(memory.device.limiter(Limits(), "job"), 512 * MIB, lambda size: None, lambda: False):
         refusal = memory.cap(1024 * MIB, cycle(3072, 1024))
     assert isinstance(refusal, NoRoom)

@@ -18,6 +18,7 @@ from megatron.fill.status import JobState, Status
 from megatron.fill.store.values import Claim, DeviceEntry, Job, Progress, Standing
 from megatron.fill.types import BubbleKind
 from megatron.fill.work import NewJob, Work
+from tests.support.fake_device import free_memory
 from tests.support.memory_store import MemoryStore
 
 MS = 1_000_000
@@ -33,7 +34,9 @@ class Bench:
         self.store = MemoryStore(lambda: self.now_s)
         board = CycleBoard()
         board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, 20 * MS, 1 << 30),)))
-        self.ranking = Ranking(parse_policy("priority"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
+        self.ranking = Ranking(
+            parse_policy("priority"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), free_memory()
+        )
         self.fitting = True
         self.mover = Mover("run", self.ranking, lambda job: self.fitting, *[lambda: self.now_s] * 2)
         self.claims: dict[str, Claim] = {}

@@ -23,6 +23,7 @@ from megatron.fill.status import Cause, Status
 from megatron.fill.store.values import DeviceEntry, Job, Progress
 from megatron.fill.types import BubbleKind, JobState, Quota
 from megatron.fill.work import NewJob, Work
+from tests.support.fake_device import free_memory
 from tests.support.memory_store import MemoryStore
 
 MS = 1_000_000
@@ -43,7 +44,9 @@ class Bench:
     def __init__(self, policy: str = "priority") -> None:
         self.board = CycleBoard()
         self.store = MemoryStore()
-        self.ranking = Ranking(parse_policy(policy), "rank 0", "cpu", CycleBoardReader(self.board.reader_fd()))
+        self.ranking = Ranking(
+            parse_policy(policy), "rank 0", "cpu", CycleBoardReader(self.board.reader_fd()), free_memory()
+        )
         self.show(20)
 
     def show(self, bubble_ms: int) -> None:

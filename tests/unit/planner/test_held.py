@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.agent.memory import DeviceMemory, NoRoom
+from megatron.fill.agent.memory import NoRoom
 from megatron.fill.agent.ranking import Ranking, _for_job
 from megatron.fill.cli.plan import _plan_rank
 from megatron.fill.device.cuda import allocator_environment
@@ -24,7 +24,7 @@ from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 from megatron.fill.work import Work
 from megatron.fill.worker.nodes import NodeRun
-from tests.support.fake_device import FakeDevice, FakeMachine
+from tests.support.fake_device import FakeDevice, free_memory
 from tests.support.fakes import worker_spec
 from tests.support.posts import post
 
@@ -41,11 +41,6 @@ def profile(batch: int, memory_mib: int) -> JobProfile:
     return JobProfile(Configuration(batch), (NodeProfile("forward", 5 * MS, memory_mib * MIB),), float(batch))
 
 
-def memory_of(free_mib: int, margin_bytes: int, overhead_mib: int = 10) -> DeviceMemory:
-    device = FakeDevice(FakeMachine(free_mib * MIB), overhead_bytes=overhead_mib * MIB)
-    return DeviceMemory(device, margin_bytes, 1.0)
-
-
 profiles_ = st.lists(st.integers(1, 300), min_size=1, max_size=4).map(
     lambda sizes: [profile(batch, size) for batch, size in enumerate(sizes, 1)]
 )
@@ -59,7 +54,7 @@ profiles_ = st.lists(st.integers(1, 300), min_size=1, max_size=4).map(
 )
 def test_no_plan_exceeds_the_cap(free_mib, asked_mib, margin_mib, profiles):
     bubbles, asked = cycle(*free_mib), None if asked_mib is None else asked_mib * MIB
-    limit = memory_of(1000, margin_mib * MIB, 0).cap(None, bubbles)
+    limit = free_memory(margin_bytes=margin_mib * MIB).cap(None, bubbles)
     found = find_plan(held_cycle(bubbles, room_bytes(bubbles, margin_mib * MIB), asked), profiles)
     caps = [] if isinstance(limit, NoRoom) else [limit if asked is None else min(asked, limit)]
     fitting = [one for one in profiles for cap in caps if one.memory_bytes <= cap]
@@ -100,7 +95,7 @@ sizes = st.integers(0, 300)
 
 @given(st.lists(sizes, min_size=1, max_size=4), sizes, st.none() | st.integers(1, 300), st.integers(0, 100))
 def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mib, now_mib, asked_mib, margin_mib):
-    bubbles, memory = cycle(*free_mib), memory_of(now_mib, margin_mib * MIB)
+    bubbles, memory = cycle(*free_mib), free_memory(now_mib * MIB, margin_mib * MIB, 10 * MIB)
     asked = None if asked_mib is None else asked_mib * MIB
     limit = memory.cap(asked, bubbles)
     if isinstance(limit, NoRoom):
@@ -115,7 +110,7 @@ def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mi
     board = CycleBoard()
     board.show(bubbles)
     reader = CycleBoardReader(board.reader_fd())
-    choice = Ranking(parse_policy("sjf"), "rank 0", "cuda:0", reader, 0, memory.room_bytes)
+    choice = Ranking(parse_policy("sjf"), "rank 0", "cuda:0", reader, memory)
     held = choice._cycle()
     assert held is not None
     assert {slot.free_bytes for slot in _for_job(held, SimpleNamespace(work=Work(memory_bytes=asked))).slots} == {limit}  # type: ignore[arg-type]
@@ -135,14 +130,15 @@ def test_a_gpu_serves_no_job_before_it_is_known_what_the_main_job_leaves(monkeyp
 @pytest.mark.parametrize(("asked_mib", "margin_mib", "expected"), [(None, 0, "b2"), (59, 0, "b1"), (None, 50, "b1")])
 def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_mib, expected):
     asked, margin_bytes = None if asked_mib is None else asked_mib * MIB, margin_mib * MIB
-    limit = memory_of(1000, margin_bytes).cap(asked, ROOMY)
+    memory = free_memory(1000 * MIB, margin_bytes)
+    limit = memory.cap(asked, ROOMY)
     [largest] = [one.memory_bytes for one in PROFILES if str(one.configuration) == expected]
     assert isinstance(limit, int)
     assert largest <= limit
 
     board = CycleBoard()
     board.show(ROOMY)
-    choice = Ranking(parse_policy("sjf"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), margin_bytes)
+    choice = Ranking(parse_policy("sjf"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), memory)
     held = choice._cycle()
     assert held is not None
     found = find_plan(held_cycle(held, room_bytes(held, 0), asked), PROFILES)
@@ -162,8 +158,8 @@ def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_
 def test_what_is_free_now_counts_where_it_is_less():
     board = CycleBoard()
     board.show(ROOMY)
-    room = memory_of(60, 0).room_bytes
-    choice = Ranking(parse_policy("sjf"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), 0, room)
+    memory = free_memory(60 * MIB, overhead_bytes=10 * MIB)
+    choice = Ranking(parse_policy("sjf"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), memory)
     held = choice._cycle()
     assert held is not None
     assert {slot.free_bytes for slot in held.slots} == {50 * MIB}

@@ -22,6 +22,7 @@ from megatron.fill.scheduler.policies import DEFAULT_POLICY, MOST_JOBS, POLICIES
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.types import BubbleKind
 from megatron.fill.work import NewJob, Work
+from tests.support.fake_device import free_memory
 from tests.support.memory_store import MemoryStore
 
 HERE, THERE = DeviceState("here"), DeviceState("there")
@@ -329,7 +330,9 @@ def test_the_runtime_weighs_all_jobs_where_the_policy_is_steady():
     store.submit(many)
     first = {}
     for policy in ("priority", "deadline"):
-        choice = Ranking(parse_policy(policy), "rank 0", "cpu", CycleBoardReader(CycleBoard().reader_fd()))
+        choice = Ranking(
+            parse_policy(policy), "rank 0", "cpu", CycleBoardReader(CycleBoard().reader_fd()), free_memory()
+        )
         wanted = choice.wanted(store, None)
         first[policy] = store.get(wanted[0]).name
     assert first == {"priority": f"job-{MOST_JOBS + 4}", "deadline": f"job-{MOST_JOBS - 1}"}

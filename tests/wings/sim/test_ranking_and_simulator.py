@@ -21,6 +21,7 @@ from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.cluster.sight import FullSight, Waiting
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel, SimJob
 from megatron.fill.work import NewJob, Work
+from tests.support.fake_device import free_memory
 from tests.support.memory_store import MemoryStore
 
 MS, MIB = 1_000_000, 1 << 20
@@ -64,7 +65,7 @@ def in_a_run(policy: str, busy_s: dict[str, float | None], now_s: float) -> list
     """The order in which an idle seat takes the jobs from a store."""
     board, store = CycleBoard(), MemoryStore()
     board.show(cycle(*HERE_MS))
-    choice = Ranking(parse_policy(policy), "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
+    choice = Ranking(parse_policy(policy), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), free_memory())
     for name, length_ms in OTHERS_MS.items():
         for_s = busy_s[name]
         until_s = None if for_s is None else now_s + for_s
@@ -140,7 +141,7 @@ def test_the_longest_leads_for_the_makespan():
 def test_the_longest_leads_where_nothing_is_known_of_the_other_devices():
     board, store = CycleBoard(), MemoryStore()
     board.show(cycle(20))
-    choice = Ranking(parse_policy("makespan"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
+    choice = Ranking(parse_policy("makespan"), "rank 0", "cpu", CycleBoardReader(board.reader_fd()), free_memory())
     store.report_device(DeviceEntry("rank 1", "run"), 3600)
     store.report_device(DeviceEntry("rank 2", "run", cycle={"slots": "of another version"}), 3600)
     for name, work in (("short", 10.0), ("long", 1000.0), ("middle", 100.0)):
