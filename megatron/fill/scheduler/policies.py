@@ -86,19 +86,13 @@ WEIGHS_USERS: frozenset[ScoreFunction] = frozenset({fair_share})
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A weighted sum of score functions; its text form is ``0.7*sjf+0.3*deadline``."""
+    """A weighted sum of score functions."""
 
-    terms: tuple[tuple[float, str, ScoreFunction], ...]
-
-    def __str__(self) -> str:
-        if len(self.terms) == 1:
-            return self.terms[0][1]
-        return "+".join(f"{weight!r}*{name}" for weight, name, _ in self.terms)
+    terms: tuple[tuple[float, str, ScoreFunction], ...]  # weight, name and function of each
 
     @property
     def steady(self) -> bool:
-        """True if the policy is in ``STEADY``: waiting jobs can be kept in order and need not be compared at each
-        claim."""
+        """True if waiting jobs can be kept in order and need not be compared at each claim (``STEADY``)."""
         return len(self.terms) == 1 and self.terms[0][2] in STEADY
 
     @property
@@ -117,15 +111,12 @@ class Policy:
         return None if self.steady else MOST_JOBS
 
     def score_one(self, job: JobView, state: SchedulerState, device: DeviceState) -> tuple[float, ...]:
-        """The score of a job by the policy's only score function, comparable with that of other jobs.
+        """The score of a job by a policy that is no sum, comparable with that of other jobs.
 
         Raises:
             ConfigError: the score function failed, or returned an invalid score.
-            ValueError: the policy is a sum, whose scores are ranks among all jobs.
         """
-        if len(self.terms) != 1:
-            raise ValueError(f"policy {self} is a sum; expected a single score function")
-        _, name, function = self.terms[0]
+        [(_, name, function)] = self.terms
         return _score(name, function, job, state, device)
 
     def scores(self, jobs: Sequence[JobView], state: SchedulerState, device: DeviceState) -> list[float]:
@@ -144,9 +135,7 @@ class Policy:
 
 
 def parse_policy(text: str) -> Policy:
-    """Parse a policy: a name of ``POLICIES``, ``module:function``, or a weighted sum such as ``0.7*sjf+0.3*deadline``.
-
-    A name without a weight has weight 1.
+    """Parse a policy: a name of ``POLICIES``, ``module:function``, or a sum of them such as ``0.7*sjf+deadline``.
 
     Raises:
         ConfigError: the text is not a policy, or a function cannot be imported.
@@ -184,7 +173,6 @@ def _function(name: str, text: str) -> ScoreFunction:
 def _score(
     name: str, function: ScoreFunction, job: JobView, state: SchedulerState, device: DeviceState
 ) -> tuple[float, ...]:
-    """The score of a job by one function, as a tuple, so that it can be compared."""
     try:
         score = function(job, state, device)
     except Exception as error:  # someone else's code
@@ -196,10 +184,7 @@ def _score(
 
 
 def rank_jobs(policy: Policy, state: SchedulerState, device: DeviceState) -> list[int]:
-    """The numbers of the waiting jobs, best first.
-
-    Jobs with equal scores are in the order of their submission.  Jobs known to fit no bubble of the device are left
-    out.
+    """The numbers of the waiting jobs that may fit a bubble of the device, best first, then in order of submission.
 
     Raises:
         ConfigError: a score function failed, or returned an invalid score.

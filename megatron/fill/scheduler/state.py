@@ -10,30 +10,19 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """A waiting job.
+    """A waiting job."""
 
-    Attributes:
-        id: number in the store.
-        name: name of the job.
-        submitted_s: time of submission.
-        user: user to whom fair sharing attributes it.
-        priority: greater is more urgent.
-        deadline_s: time by which it should be done; None for no deadline.
-        remaining_work: remaining work in the job's unit; None if unknown.
-        processing_s: processing time in s of the remaining work, by device name (``unit_s``); infinity if it fits
-            no bubble there, None or missing if unknown.
-        attempt: number of earlier claims.
-    """
-
-    id: int
+    id: int  # number in the store
     name: str
-    submitted_s: float
-    user: str = ""
-    priority: int = 0
-    deadline_s: float | None = None
-    remaining_work: float | None = None
+    submitted_s: float  # time of submission
+    user: str = ""  # user to whom fair sharing attributes it
+    priority: int = 0  # greater is more urgent
+    deadline_s: float | None = None  # time by which it should be done; None for no deadline
+    remaining_work: float | None = None  # remaining work in the job's unit; None if unknown
+    # Processing time in s of the remaining work, by device name; infinity if it fits no bubble there, None or missing
+    # if unknown.
     processing_s: Mapping[str, float | None] = field(default_factory=dict)
-    attempt: int = 0
+    attempt: int = 0  # number of earlier claims
 
     def fits(self, device: DeviceState) -> bool:
         """True unless the job is known to fit no bubble of the device."""
@@ -42,39 +31,26 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """A device that serves jobs.
-
-    Attributes:
-        name: name of the device.
-        busy_until_s: expected end of its current job; None if it is idle, infinity if unknown.
-    """
+    """A device that serves jobs."""
 
     name: str
-    busy_until_s: float | None = None
+    busy_until_s: float | None = None  # expected end of its current job; None if it is idle, infinity if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """The state of queue and devices for a policy.
+    """The state of queue and devices for a policy."""
 
-    Attributes:
-        now_s: current time.
-        devices: devices that serve jobs.
-        jobs: waiting jobs.
-        used_s: device time in s by user, running jobs included.
-    """
-
-    now_s: float
+    now_s: float  # current time
     devices: tuple[DeviceState, ...]
     jobs: tuple[JobView, ...]
-    used_s: Mapping[str, float] = field(default_factory=dict)
+    used_s: Mapping[str, float] = field(default_factory=dict)  # device time in s by user, running jobs included
 
     def processing_s(self, job: JobView, device: DeviceState) -> float:
         """The processing time in s of the job on the device.
 
-        An unknown time is replaced by the median of the known, finite times of jobs on that device, so that the job is
-        neither favoured nor delayed.  If there are none, it is the median of the job's times on other devices; if
-        there are none either, 0.
+        For an unknown time, so that the job is neither favoured nor delayed, the median of the known, finite times of
+        jobs on that device; without any, the median of the job's times on other devices, or else 0.
         """
         known = job.processing_s.get(device.name)
         if known is not None:
