@@ -158,7 +158,8 @@ def test_there_is_no_asking_below_a_quarter_of_the_margin():
 
 @given(amounts, st.lists(st.tuples(amounts, amounts, st.floats(0, 3)), min_size=1, max_size=30))
 def test_the_margin_is_never_eaten_for_longer_than_the_patience(margin, looks):
-    clock, wanted, since_s = Clock(100.0), [], None
+    clock, since_s = Clock(100.0), None
+    wanted: list[Any] = []
     limiter: Any = SimpleNamespace(held_bytes=0)
     machine = FakeMachine()
     share = MemoryShare(DeviceMemory(FakeDevice(machine), margin, 1.0), limiter, 0, wanted.append, lambda: False, clock)
