@@ -25,23 +25,27 @@ class Spec:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the value from the text of ``to_json``; the text is trusted, so nothing is checked."""
-        found: Self = _typed(cls, json.loads(text))
+        found: Self = typed(cls, json.loads(text))
         return found
 
 
 _types = functools.cache(get_type_hints)
 
 
-def _typed(kind: Any, value: Any) -> Any:
-    """Convert a JSON value to the type ``kind``."""
+def typed(kind: Any, value: Any) -> Any:
+    """Convert a JSON value to the type ``kind``.
+
+    Raises:
+        KeyError, TypeError, ValueError: a dataclass has no such field or lacks one, or an enum has no such member.
+    """
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return None if value is None else _typed(next(part for part in parts if part is not NoneType), value)
+        return None if value is None else typed(next(part for part in parts if part is not NoneType), value)
     if origin in (list, tuple):
-        return origin(_typed(parts[0], one) for one in value)
+        return origin(typed(parts[0], one) for one in value)
     if is_dataclass(kind):
         types = _types(cast(Any, kind))
-        return cast(Any, kind)(**{name: _typed(types[name], one) for name, one in value.items()})
+        return cast(Any, kind)(**{name: typed(types[name], one) for name, one in value.items()})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     return value

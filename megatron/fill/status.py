@@ -5,9 +5,8 @@ Programs compare ``Cause``; text for people is made from the tables here where i
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class JobState(StrEnum):
@@ -189,22 +188,3 @@ class Status:
         retry = f"; retry {self.retry} of {self.retries}" if self.retry else ""
         unheard = " (the store did not hear of it)" if self.unheard else ""
         return self.why + FOLLOWS[self.then].format(self.deaths) + retry + unheard
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values that are not the default ones, as JSON data."""
-        return {
-            field.name: value
-            for field, value in zip(fields(self), asdict(self).values(), strict=True)
-            if value != field.default
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Status:
-        """Read the values of ``to_dict``.
-
-        Raises:
-            ValueError: a member is unknown.
-            TypeError: it is something else.
-        """
-        cause, then = Cause(data.get("cause", "")), Then(data.get("then", ""))
-        return cls(**data | {"state": JobState(data["state"]), "cause": cause, "then": then})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -48,19 +47,7 @@ class Work:
         Left out are ``search``, which depends on the working directory, ``array``, which is part of the job's name, and
         ``side_throughput``, which is for the report only.
         """
-        return json.dumps(replace(self, search=(), array=None, side_throughput=None).to_dict(), sort_keys=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Work:
-        """Return the work from the data of ``to_dict``; fields that an older version has not written get defaults."""
-        values = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        for name in ("command", "search", "array", "after"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
-        return cls(**values)
+        return json.dumps(asdict(replace(self, search=(), array=None, side_throughput=None)), sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)

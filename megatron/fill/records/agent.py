@@ -12,7 +12,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
 from megatron.fill.records.files import append, head, line, read_lines
 from megatron.fill.records.tables import Table, as_columns, extend, names_of
-from megatron.fill.status import Status
+from megatron.fill.spec import typed
 from megatron.fill.types import BubbleUse, JobRecord, WorkerRecord
 
 type Attempts = list[tuple[JobRecord, WorkerRecord]]
@@ -117,11 +117,7 @@ def _lines(job: JobRecord, worker: WorkerRecord) -> bytes:
 
 def attempt_of(content: dict[str, Any]) -> tuple[JobRecord, WorkerRecord]:
     """Return the attempt of a line, without its steps."""
-    job, worker = content["job"], content["worker"]
-    if "status" not in job:  # written before there was one
-        job["status"] = {"state": job.pop("state"), "detail": job.pop("reason")}
+    worker = content["worker"]
     uses: dict[str, list[Any]] = {name: [] for name in names_of(BubbleUse)}
-    worker["uses"].setdefault("held_ns", [0] * len(worker["uses"]["seq"]))  # earlier versions did not write it
     extend(uses, BubbleUse, worker["uses"])
-    status = Status.from_dict(job["status"])
-    return JobRecord(**job | {"status": status}), WorkerRecord(**worker | {"uses": Table(BubbleUse, uses)})
+    return typed(JobRecord, content["job"]), WorkerRecord(**worker | {"uses": Table(BubbleUse, uses)})

@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -20,6 +20,7 @@ from megatron.fill.records.agent import Attempts, read_agent
 from megatron.fill.records.files import NothingRecorded, head, note, read_lines
 from megatron.fill.records.rank import read_rank
 from megatron.fill.records.unwritten import Unwritten, in_memory
+from megatron.fill.spec import typed
 from megatron.fill.types import Prices, Quota, RankRecord
 
 _SEGMENT = "segment.json"
@@ -49,7 +50,7 @@ class Segment:
     command: str  # command line of the training
     started_s: float  # since the epoch
     ranks: int  # number of ranks
-    jobs: Sequence[str] = ()  # names of the jobs in its jobs file
+    jobs: tuple[str, ...] = ()  # names of the jobs in its jobs file
     store: str = ""  # the job store that it served, without passwords; empty for none
     # layers of the sandbox, by name, with the reason why a layer was missing (empty if it was not)
     sandbox: Mapping[str, str] = field(default_factory=dict)
@@ -216,15 +217,13 @@ def _segment(folder: Path, number: int) -> Segment | None:
             return None
         content = next(read_lines(path, "segment"))
         del content["version"], content["kind"]
-        prices, quota = content["prices"], content.get("quota")  # earlier versions had no quotas
-        ended = content["ended_s"] is not None
-        ending = SegmentEnding(content["ending"]) if ended else _unsaid(folder)
-        content |= {"folder": folder, "number": number, "ending": ending, "jobs": tuple(content["jobs"])}
-        content |= {"prices": prices and Prices(**prices), "quota": quota and Quota(**quota)}
-        return Segment(**content)
+        if content["ended_s"] is None:
+            content["ending"] = _unsaid(folder)
+        segment: Segment = typed(Segment, content | {"folder": folder, "number": number})
+        return segment
     except NothingRecorded:
         return None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
 
 

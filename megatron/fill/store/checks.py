@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron.fill.errors import JobError
+from megatron.fill.spec import typed
 from megatron.fill.work import NewJob, Work
 
 _MAX_ID = 2**63 - 1
@@ -23,7 +24,7 @@ def checked(job: NewJob) -> NewJob:
             raise JobError(f"the {field} of a job is {text!r}; expected printable text")
     if not -_MAX_ID <= job.priority <= _MAX_ID:
         raise JobError(f"job {job.name!r}: priority is {job.priority}; expected a number of 64 bits")
-    return replace(job, work=Work.from_dict(plain("work", job.work.to_dict())))
+    return replace(job, work=typed(Work, plain("work", asdict(job.work))))
 
 
 def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:

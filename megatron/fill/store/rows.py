@@ -10,6 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
 
+from megatron.fill.spec import typed
 from megatron.fill.status import JobState, Status
 from megatron.fill.store.schema import NAMES_LOCK, devices, jobs, profiles
 from megatron.fill.store.values import DeviceEntry, Job, Progress
@@ -60,7 +61,7 @@ class SqlTransaction:
         rows = [
             {
                 "name": job.name,
-                "spec": json.dumps(job.work.to_dict()),
+                "spec": json.dumps(asdict(job.work)),
                 "user": job.user,
                 "priority": job.priority,
                 "deadline_s": job.deadline_s,
@@ -75,7 +76,7 @@ class SqlTransaction:
     def put(self, job: Job) -> None:
         values: dict[str, Any] = {name: getattr(job, name) for name in _CHANGING} | {
             "state": job.state,
-            "status": json.dumps(job.status.to_dict()),
+            "status": json.dumps(asdict(job.status)),
             "progress": json.dumps(asdict(job.progress)),
             "result": json.dumps(job.result),
         }
@@ -186,8 +187,8 @@ class SqlTransaction:
 
 def _job(row: Row[Any]) -> Job:
     values = dict(row._mapping)
-    values["status"] = Status.from_dict(json.loads(values["status"]) | {"state": values.pop("state")})
-    values["work"] = Work.from_dict(json.loads(values.pop("spec")))
+    values["status"] = typed(Status, json.loads(values["status"]) | {"state": values.pop("state")})
+    values["work"] = typed(Work, json.loads(values.pop("spec")))
     values["progress"] = Progress(**json.loads(values["progress"]))
     values["result"] = json.loads(values["result"])
     return Job(**values)

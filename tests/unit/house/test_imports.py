@@ -38,7 +38,7 @@ RULES: dict[str, set[str]] = {
     # What users give, what jobs are, and where they wait.
     "given": {"errors", "types", "untrusted", "work"},
     "config": {"errors", "given"},
-    "store": {"errors", "status", "types", "work"},
+    "store": {"errors", "spec", "status", "types", "work"},
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},
     # What is decided.
@@ -46,7 +46,7 @@ RULES: dict[str, set[str]] = {
     "planner": {"display", "errors", "given", "profiles", "types"},
     "scheduler": {"errors"},
     # What runs: a rank with its relay, an agent, its workers.
-    "records": {"account", "errors", "folders", "linux", "status", "types"},
+    "records": {"account", "errors", "folders", "linux", "spec", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
         *("device", "display", "errors", "folders", "linux", "pages", "planner", "profiles", "sandbox", "sidetask"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +21,7 @@ from megatron.fill.agent.watch import End, Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.cli import main
 from megatron.fill.sidetask.examine import Examined
+from megatron.fill.spec import typed
 from megatron.fill.status import CAUSES, FOLLOWS, Cause, JobState, Status, Then, why
 from megatron.fill.store import open_store
 from megatron.fill.store.values import Standing
@@ -261,10 +262,10 @@ def test_every_member_has_a_text_and_a_detail_is_no_template():
     )
 )
 def test_it_survives_json(status):
-    assert Status.from_dict(json.loads(json.dumps(status.to_dict()))) == status
+    assert typed(Status, json.loads(json.dumps(asdict(status)))) == status
 
 
 @pytest.mark.parametrize("data", [{"state": "GONE"}, {"state": "QUEUED", "cause": "x"}, {"state": "QUEUED", "no": 1}])
 def test_what_is_none_is_refused(data):
-    with pytest.raises((ValueError, TypeError)):
-        Status.from_dict(data)
+    with pytest.raises((KeyError, ValueError)):
+        typed(Status, data)
