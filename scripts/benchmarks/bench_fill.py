@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from megatron.fill.types import Bubble, BubbleUse
 from scripts.benchmarks.emulated import Emulation, emulation, why_not
 from scripts.benchmarks.harness import Results, arguments, opened, pipefill

@@ -24,7 +24,9 @@ from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
-from megatron.fill.records import AgentFile, RankWriter, SegmentEnding, begin_segment, rank_file
+from megatron.fill.records.agent import AgentFile
+from megatron.fill.records.rank import RankWriter, rank_file
+from megatron.fill.records.segment import SegmentEnding, begin_segment
 from megatron.fill.report import REPORT, TIMELINE, TRACE
 from megatron.fill.status import Cause, Status
 from megatron.fill.types import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from megatron.fill.types import Bubble, BubbleUse, RankRecord
 from scripts.benchmarks.trainings import Blocks, iterations_of, p99_slowdown
 

@@ -21,7 +21,7 @@ from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from scripts.benchmarks.gpu_identity import Awaited
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_parts import END_S, START_S

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from scripts.benchmarks.emulated import Emulation, emulation, why_not
 from scripts.benchmarks.gpu_figures import ITERATION, check_steps, of_run, per_iteration_ms, times_ms
 from scripts.benchmarks.gpu_models import model_flags

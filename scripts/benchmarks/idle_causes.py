@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.fill.account import COMPUTE, EVALUATION_WAIT, LONG_NS, UNNAMED
-from megatron.fill.records import AccountRecord, last_segment, read_accounts
+from megatron.fill.records.account import AccountRecord, read_accounts
+from megatron.fill.records.segment import last_segment
 from megatron.fill.report.seen import Bubbles, seen
 from megatron.fill.report.timeuse import TimeUse, time_use
 from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankRecord, WorkerRecord

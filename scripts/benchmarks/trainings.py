@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from megatron.fill.report.slowdown import paired_slowdown
 from megatron.fill.types import Iteration, fills_block
 

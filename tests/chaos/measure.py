@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from megatron.fill.errors import FillError
-from megatron.fill.records import RankFiles, read_segments
+from megatron.fill.records.segment import RankFiles, read_segments
 from megatron.fill.report.schema import Slowdown
 from megatron.fill.report.slowdown import paired_slowdown
 from megatron.fill.types import Iteration, JobRecord

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from tests.e2e.training import Running, processes, settings, stepped, train, write_jobs
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from megatron.fill.types import JobState, fills_block
 from tests.e2e.training import (
     ENDLESS,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron.fill.folders import output_file
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from megatron.fill.types import JobRecord, JobState
 from tests.e2e.training import Running, processes, settings, write_jobs
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.records import read_accounts
+from megatron.fill.records.account import read_accounts
 from tests.e2e.slow_storage import SAVE_S
 from tests.e2e.training import REST_MS, SCRIPT, Trained, train, write_jobs
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from tests.e2e.training import Trained, train
 
 ORDER = [2, 0, 3, 1]

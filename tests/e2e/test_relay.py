@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.records import read_rank
+from megatron.fill.records.rank import read_rank
 from megatron.fill.types import PIPELINE_KINDS
 from tests.e2e.training import ROOT, SCRIPT, train
 

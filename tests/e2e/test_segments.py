@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.rank.recorder import WRITE_EVERY
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from tests.e2e.deaths import Fate, die, in_turn, kill, traced
 from tests.e2e.training import Running, processes, settings, start, train_until, warm_python, write_jobs
 from tests.support.waiting import until

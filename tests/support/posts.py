@@ -26,7 +26,7 @@ from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.lastword import LastWord
-from megatron.fill.records import AgentFile
+from megatron.fill.records.agent import AgentFile
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.values import Claim, DeviceEntry, Job
 from megatron.fill.work import NewJob, Work

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.linux.files import replacing
-from megatron.fill.records import AgentFile, OpenSegment, RankWriter, SegmentEnding, begin_segment, rank_file
+from megatron.fill.records.agent import AgentFile
+from megatron.fill.records.rank import RankWriter, rank_file
+from megatron.fill.records.segment import OpenSegment, SegmentEnding, begin_segment
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.fill.records import Segment, SegmentEnding
+from megatron.fill.records.segment import Segment, SegmentEnding
 from megatron.fill.report import Report
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.jobs import job_reports

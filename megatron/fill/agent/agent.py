@@ -47,7 +47,10 @@ from megatron.fill.pages.control import ControlPage, Figures, RunState
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher
-from megatron.fill.records import AgentFile, Estimate, LiveSegment, last_segment
+from megatron.fill.records.agent import AgentFile
+from megatron.fill.records.live import LiveSegment
+from megatron.fill.records.segment import last_segment
+from megatron.fill.records.slowdown import Estimate
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import DeviceEntry, Job

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.fill.pages.lastword import MOST_BYTES, LastWord
-from megatron.fill.records import AgentFile, attempts_text
+from megatron.fill.records.agent import AgentFile, attempts_text
 from megatron.fill.types import JobRecord, WorkerRecord
 
 type Record = tuple[JobRecord, WorkerRecord]

@@ -22,7 +22,8 @@ from megatron.fill.app.runfolder import store_of
 from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
-from megatron.fill.records import Segment, Unwritten, note_failure
+from megatron.fill.records.segment import Segment, note_failure
+from megatron.fill.records.unwritten import Unwritten
 from megatron.fill.store.location import database_file, locate, print_next, shown
 from megatron.fill.store.states import current_states
 from megatron.fill.types import JobState, RankInfo

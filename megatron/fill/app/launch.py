@@ -51,7 +51,8 @@ from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
 from megatron.fill.linux.host import process_started_ns, unordered
 from megatron.fill.planner.offload import weigh_offload
-from megatron.fill.records import OpenSegment, SegmentEnding, Unwritten, begin_segment
+from megatron.fill.records.segment import OpenSegment, SegmentEnding, begin_segment
+from megatron.fill.records.unwritten import Unwritten
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.location import database_file, locate, print_next, shown
 from megatron.fill.types import RankInfo

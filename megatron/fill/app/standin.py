@@ -19,7 +19,7 @@ from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.hooks import Listener
-from megatron.fill.records import SegmentEnding, begin_segment
+from megatron.fill.records.segment import SegmentEnding, begin_segment
 from megatron.fill.trial.spec import StandInSpec
 from megatron.fill.types import BubbleKind, CycleKey, RankInfo
 

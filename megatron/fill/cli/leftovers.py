@@ -19,7 +19,7 @@ from megatron.fill.agent.folder import folder_name, is_known
 from megatron.fill.errors import FillError, StoreError
 from megatron.fill.folders import AGENTS, CONTROL, JOBS, LOCKS, OUTPUT, RECORDS, RUN_LOCK, lock_file, output_file
 from megatron.fill.linux import recordlock, safefile
-from megatron.fill.records import SegmentEnding, read_segments
+from megatron.fill.records.segment import SegmentEnding, read_segments
 from megatron.fill.store import Job, JobStore, open_store
 from megatron.fill.store.location import JOBS_DB, database_file, database_files, locate, shown
 from megatron.fill.store.rules import forgettable

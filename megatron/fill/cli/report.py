@@ -42,7 +42,7 @@ def report(
     It covers all segments, which are the starts of the training in this run folder. Writes report.json, trace.json and
     timeline.png there, as a training does that ends by itself; --json prints the first of them.
     """
-    from megatron.fill.records import SegmentEnding, last_segment
+    from megatron.fill.records.segment import SegmentEnding, last_segment
     from megatron.fill.report import compose, print_report
     from megatron.fill.report.compare import print_compared
     from megatron.fill.report.page import library, write_page

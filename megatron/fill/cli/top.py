@@ -26,7 +26,8 @@ from megatron.fill.types import JobState
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from megatron.fill.records import LiveSegment, Segment
+    from megatron.fill.records.live import LiveSegment
+    from megatron.fill.records.segment import Segment
 
 _KEYS = {"p": RunState.PAUSED, "r": RunState.RUNNING, "d": RunState.DRAINING}
 _MOST_ROWS = 64
@@ -97,7 +98,8 @@ class _View:
     """The known state of a run, read again for every view."""
 
     def __init__(self, run: Path) -> None:
-        from megatron.fill.records import LiveSegment, last_segment
+        from megatron.fill.records.live import LiveSegment
+        from megatron.fill.records.segment import last_segment
 
         self._run = run
         self._segment: Segment = last_segment(run)
@@ -117,7 +119,8 @@ class _View:
 
     def _look(self) -> None:
         """Find the ranks on this node, and the newest start of the training; ranks may have come and gone."""
-        from megatron.fill.records import LiveSegment, last_segment
+        from megatron.fill.records.live import LiveSegment
+        from megatron.fill.records.segment import last_segment
 
         try:
             self._pages, self._absent = find_pages(self._run, self._pages), ""
@@ -131,7 +134,7 @@ class _View:
 
     def _running(self) -> dict[int, list[str]]:
         """Return the names of the jobs that run, by rank: once the training has ended, those that go on without it."""
-        from megatron.fill.records import SegmentEnding
+        from megatron.fill.records.segment import SegmentEnding
 
         running = {number: [job.name for job, _ in rank.running] for number, rank in self._live.ranks.items()}
         if self._segment.ending is SegmentEnding.RUNNING:
@@ -176,7 +179,7 @@ class _View:
         return Group(Text(self._head(), overflow="fold"), Text(""), table, *more, Text(""), said, *foot)
 
     def _head(self) -> str:
-        from megatron.fill.records import SegmentEnding
+        from megatron.fill.records.segment import SegmentEnding
 
         live, ending = self._live, self._segment.ending
         slowdown = "not known yet"

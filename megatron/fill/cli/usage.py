@@ -23,7 +23,7 @@ from megatron.fill.store import Job
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
-    from megatron.fill.records import Segment
+    from megatron.fill.records.segment import Segment
 
 
 class By(StrEnum):
@@ -146,7 +146,7 @@ _NAMES: dict[By, Callable[[Job], str]] = {
 
 def _segment(run: str) -> Segment | None:
     """Return the last segment of a run; None if it is not there."""
-    from megatron.fill.records import last_segment
+    from megatron.fill.records.segment import last_segment
 
     try:
         return last_segment(Path(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from megatron.fill.records import RankWriter, add_up, as_bubbles
+from megatron.fill.records.rank import RankWriter, add_up, as_bubbles
 from megatron.fill.types import BrakeEvent, Bubble, CycleKey, Iteration, RankInfo, RankRecord, Span
 
 WRITE_EVERY = 10  # iterations between two writes; the same on all ranks, so that their pauses do not add up

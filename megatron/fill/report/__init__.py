@@ -10,7 +10,8 @@ from rich.console import Console
 
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
-from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read_segments
+from megatron.fill.records.segment import NoRecords, RankFiles, Segment, read_segments
+from megatron.fill.records.unwritten import Unwritten
 from megatron.fill.report.account import account, account_records, timers
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from megatron.fill.account import COMPUTE, UNNAMED, Spent
-from megatron.fill.records import AccountRecord, Segment, read_accounts
+from megatron.fill.records.account import AccountRecord, read_accounts
+from megatron.fill.records.segment import Segment
 from megatron.fill.report.schema import AccountReport, NamedTime, TimerReport
 
 _S = 1e9  # nanoseconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from megatron.fill.display import counted
-from megatron.fill.records import SegmentEnding
+from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.report.schema import Report
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import JobState

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron.fill.records import Segment, Unwritten
+from megatron.fill.records.segment import Segment
+from megatron.fill.records.unwritten import Unwritten
 from megatron.fill.report.account import account, account_records, timers
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.fill.display import counted
-from megatron.fill.records import BLIND
+from megatron.fill.records.account import BLIND
 from megatron.fill.report.account import GAP
 from megatron.fill.report.rows import listed, new_table
 from megatron.fill.report.schema import AccountReport, Awaited, Late, TimerReport

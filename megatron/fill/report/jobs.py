@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.fill.records import Segment, SegmentEnding
+from megatron.fill.records.segment import Segment, SegmentEnding
 from megatron.fill.report.part import finite
 from megatron.fill.report.schema import AttemptReport, JobReport
 from megatron.fill.report.tally import ratio

@@ -13,7 +13,8 @@ from string import Template
 from megatron.fill.display import amount, one_line, percent
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
-from megatron.fill.records import Estimate, RankFiles
+from megatron.fill.records.segment import RankFiles
+from megatron.fill.records.slowdown import Estimate
 from megatron.fill.report import charts
 from megatron.fill.report.schema import JobReport, Report
 from megatron.fill.report.series import Series

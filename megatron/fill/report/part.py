@@ -9,7 +9,8 @@ from operator import add
 
 import numpy as np
 
-from megatron.fill.records import column, forgets
+from megatron.fill.records.agent import forgets
+from megatron.fill.records.tables import column
 from megatron.fill.report.seen import KINDS, Bubbles, IterationTimes, Seen
 from megatron.fill.report.timeuse import TimeUse, time_use, time_use_unknown
 from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, WorkerRecord

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron.fill.records import SegmentEnding
+from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.status import Cause
 from megatron.fill.types import BubbleKind, JobState

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.records import column
+from megatron.fill.records.tables import column
 from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, RankRecord
 
 KINDS = tuple(BubbleKind)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.fill.records import Estimate, column, slowdown
+from megatron.fill.records.slowdown import Estimate, slowdown
+from megatron.fill.records.tables import column
 from megatron.fill.report.seen import seen
 from megatron.fill.types import PIPELINE_KINDS, Iteration, JobRecord, RankRecord, WorkerRecord
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron.fill.records import over_blocks
+from megatron.fill.records.slowdown import over_blocks
 from megatron.fill.report.schema import Slowdown
 from megatron.fill.types import Iteration
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.fill.display import STATE_COLOURS, amount, counted, one_line, percent
-from megatron.fill.records import SegmentEnding
+from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.idle import late_lines, print_account, print_timers, print_waits
 from megatron.fill.report.rows import add_rows, listed, named_rows, new_table

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from megatron.fill.records import column
+from megatron.fill.records.tables import column
 from megatron.fill.report.seen import Bubbles
 from megatron.fill.types import Lack, WorkerRecord
 

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from megatron.fill.records import column
+from megatron.fill.records.tables import column
 from megatron.fill.report.build import SegmentSums
 from megatron.fill.types import Iteration, RankInfo, RankRecord, WorkerRecord
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.fill import untrusted
 from megatron.fill.errors import FillError
 from megatron.fill.linux.isolated import program
-from megatron.fill.records import RankFiles, last_segment
+from megatron.fill.records.segment import RankFiles, last_segment
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import Job
 from megatron.fill.trial.spec import NOTE, StandInSpec

@@ -17,7 +17,7 @@ from megatron.fill.rank.relay import RelayProcess, RelaySpec
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.spec import RankSpec
 from megatron.fill.rank.stream import StreamListener
-from megatron.fill.records import read_rank
+from megatron.fill.records.rank import read_rank
 from megatron.fill.sandbox.landlock import enter_rules
 from megatron.fill.sandbox.powers import forgo_privileges
 from megatron.fill.types import CycleKey, RankInfo

@@ -24,7 +24,7 @@ from megatron.fill.pages.control import RunState
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.phases import Saving
 from megatron.fill.pages.steplog import StepLog, create_log
-from megatron.fill.records import AgentFile, read_agent
+from megatron.fill.records.agent import AgentFile, read_agent
 from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.values import Claim, Progress, Standing
 from megatron.fill.types import BubbleUse, JobRecord, WorkerRecord

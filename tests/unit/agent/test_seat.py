@@ -28,7 +28,7 @@ from megatron.fill.linux import cgroup
 from megatron.fill.linux.cgroup import find_home
 from megatron.fill.linux.tree import OWN, children
 from megatron.fill.pages.control import RunState
-from megatron.fill.records import read_agent
+from megatron.fill.records.agent import read_agent
 from megatron.fill.status import Cause
 from megatron.fill.types import JobState
 from tests.support.memory_store import MemoryStore

@@ -14,7 +14,7 @@ from megatron.fill.app.closing import go_on, kept, tell_of_jobs
 from megatron.fill.app.launch import Launch
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import StoreError
-from megatron.fill.records import SegmentEnding, note_failure, read_segments
+from megatron.fill.records.segment import SegmentEnding, note_failure, read_segments
 from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState
 from tests.support.segments import write_segment

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.fill.app.closing import report_end
 from megatron.fill.config import FillSettings
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from tests.support.segments import write_segment
 from tests.support.synthetic import synthetic_run
 

@@ -20,18 +20,10 @@ from megatron.fill.app import closing
 from megatron.fill.app.closing import collect, hand_in
 from megatron.fill.errors import FillError
 from megatron.fill.pages.lastword import MOST_BYTES, LastWord, Left
-from megatron.fill.records import (
-    AgentFile,
-    OpenSegment,
-    RankWriter,
-    Segment,
-    SegmentEnding,
-    Unwritten,
-    attempts_text,
-    rank_file,
-    read_agent,
-    read_rank,
-)
+from megatron.fill.records.agent import AgentFile, attempts_text, read_agent
+from megatron.fill.records.rank import RankWriter, rank_file, read_rank
+from megatron.fill.records.segment import OpenSegment, Segment, SegmentEnding
+from megatron.fill.records.unwritten import Unwritten
 from megatron.fill.report import Report, compose, print_report, profile
 from megatron.fill.report.schema import Cycles
 from megatron.fill.report.timeuse import TimeUse

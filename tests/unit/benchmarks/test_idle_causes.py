@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.fill.account import Spent
-from megatron.fill.records import AccountRecord
+from megatron.fill.records.account import AccountRecord
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, Lack, RankInfo, RankRecord, WorkerRecord
 from scripts.benchmarks.bench_idle import shares
 from scripts.benchmarks.idle_causes import causes_of

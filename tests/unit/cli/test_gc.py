@@ -15,7 +15,7 @@ from megatron.fill.cli import main
 from megatron.fill.cli.leftovers import _name
 from megatron.fill.folders import PARTS, PRIVATE, lock_file, output_file
 from megatron.fill.linux import safefile
-from megatron.fill.records import SegmentEnding
+from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import Job, Progress, open_store
 from megatron.fill.store.sql import SqlStore

@@ -13,7 +13,8 @@ import pytest
 
 from megatron.fill.cli import main
 from megatron.fill.folders import BETWEEN
-from megatron.fill.records import AgentFile, SegmentEnding
+from megatron.fill.records.agent import AgentFile
+from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.status import Cause, Status
 from megatron.fill.store import Claim, Progress, open_store
 from megatron.fill.store.queue import JobStore

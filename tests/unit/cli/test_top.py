@@ -15,7 +15,9 @@ from rich.console import Console
 from megatron.fill.cli.top import _View
 from megatron.fill.folders import BETWEEN
 from megatron.fill.pages.control import ControlPage, RunState, notes
-from megatron.fill.records import AgentFile, begin_segment, rank_file, read_segments, write_agent
+from megatron.fill.records.agent import AgentFile, write_agent
+from megatron.fill.records.rank import rank_file
+from megatron.fill.records.segment import begin_segment, read_segments
 from megatron.fill.status import JobState, Status
 from megatron.fill.store import open_store
 from megatron.fill.work import NewJob, Work

@@ -91,7 +91,7 @@ TORCH_FREE = [
     "profiles",
     "models",
     "pages.board",
-    "records",
+    "records.live",
     "report",
     "rank.stream",
     "rank.signals",

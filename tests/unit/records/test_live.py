@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.records import (
-    LiveSegment,
-    RankWriter,
-    Segment,
-    begin_segment,
-    rank_file,
-    read_segments,
-    write_agent,
-)
+from megatron.fill.records.agent import write_agent
+from megatron.fill.records.live import LiveSegment
+from megatron.fill.records.rank import RankWriter, rank_file
+from megatron.fill.records.segment import Segment, begin_segment, read_segments
 from megatron.fill.records.slowdown import slowdown
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.types import BrakeEvent, Iteration, RankRecord

@@ -12,24 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill import records
 from megatron.fill.errors import FillError
 from megatron.fill.rank.recorder import WRITE_EVERY, Recorder
-from megatron.fill.records import (
-    AgentFile,
-    NothingRecorded,
-    RankWriter,
-    SegmentEnding,
-    Table,
-    begin_segment,
-    column,
-    last_segment,
-    read_agent,
-    read_rank,
-    read_segments,
-    write_agent,
-)
-from megatron.fill.records.files import append
+from megatron.fill.records.agent import AgentFile, read_agent, write_agent
+from megatron.fill.records.files import NothingRecorded, append
+from megatron.fill.records.rank import RankWriter, add_up, read_rank
+from megatron.fill.records.segment import SegmentEnding, begin_segment, last_segment, read_segments
+from megatron.fill.records.tables import Table, column
 from megatron.fill.status import Status
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
 from tests.support.segments import write_rank, write_segment
@@ -194,7 +183,7 @@ def test_a_long_record_keeps_its_recent_bubbles_and_the_sums_of_the_others(tmp_p
     recent = [bubble for bubble in read.bubbles if bubble.index >= 0]
     assert 0 < len(recent) < len(record.bubbles)
     assert recent == record.bubbles[-len(recent) :]
-    assert records.add_up(read.bubbles) == records.add_up(record.bubbles)
+    assert add_up(read.bubbles) == add_up(record.bubbles)
     assert record.spans[-8:] == read.spans[-8:]
     assert len(read.spans) < len(record.spans)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["again.jsonl", "rank1.jsonl"]
@@ -274,7 +263,7 @@ def test_lines_that_wait_for_a_disk_take_no_more_memory_than_a_record_may(tmp_pa
     assert writer.close(RankRecord(record.info, [], [], []), WAIT_S)
     read = read_rank(folder / "rank0.jsonl")
     assert read.iterations == record.iterations
-    assert records.add_up(read.bubbles) == records.add_up(record.bubbles)
+    assert add_up(read.bubbles) == add_up(record.bubbles)
     assert len(read.bubbles) < len(record.bubbles)
 
 
@@ -336,7 +325,7 @@ def test_a_segment_whose_process_is_gone_was_cut_off(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
-from megatron.fill.records import begin_segment, last_segment
+from megatron.fill.records.segment import begin_segment, last_segment
 opened = begin_segment(Path(sys.argv[1]), "train", 1)
 print(last_segment(Path(sys.argv[1])).ending, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -431,6 +420,6 @@ def test_waiting_bubbles_of_a_disk_that_hangs_are_folded() -> None:
     for bubble in record.bubbles:
         recorder.bubble(bubble)
     assert len(recorder.bubbles) < 16
-    assert records.add_up(recorder.bubbles) == records.add_up(record.bubbles)
+    assert add_up(recorder.bubbles) == add_up(record.bubbles)
     assert recorder.bubbles[-1] == record.bubbles[-1]
     assert sum(bubble.duration_ns for bubble in recorder.bubbles) == 300 * MS

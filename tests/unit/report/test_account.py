@@ -12,7 +12,8 @@ from rich.console import Console
 
 from megatron.fill.account import Account
 from megatron.fill.errors import FillError
-from megatron.fill.records import AccountWriter, begin_segment, read_accounts
+from megatron.fill.records.account import AccountWriter, read_accounts
+from megatron.fill.records.segment import begin_segment
 from megatron.fill.report.account import account, account_records
 from megatron.fill.report.idle import print_account
 from megatron.fill.report.schema import AccountReport, NamedTime

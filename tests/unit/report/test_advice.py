@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron.fill.records import SegmentEnding
+from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.report import Report, print_report
 from megatron.fill.report.advice import Unfilled, advice, cause
 from megatron.fill.report.schema import AttemptReport, BrakeReport, JobReport

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from megatron.fill.errors import FillError
 from megatron.fill.folders import BETWEEN
-from megatron.fill.records import AgentFile, SegmentEnding
+from megatron.fill.records.agent import AgentFile
+from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.report import Report, compose, print_report, shares
 from megatron.fill.report.schema import AccountReport, NamedTime
 from megatron.fill.report.timeline import draw_timeline, join, subtract

@@ -15,7 +15,10 @@ from rich.console import Console
 
 from megatron.fill.account import Account
 from megatron.fill.errors import FillError
-from megatron.fill.records import AccountWriter, begin_segment, rank_file, read_segments, write_agent
+from megatron.fill.records.account import AccountWriter
+from megatron.fill.records.agent import write_agent
+from megatron.fill.records.rank import rank_file
+from megatron.fill.records.segment import begin_segment, read_segments
 from megatron.fill.report import compose
 from megatron.fill.report import page as page_module
 from megatron.fill.report.compare import compared, print_compared

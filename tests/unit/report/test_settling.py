@@ -15,7 +15,7 @@ from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
-from megatron.fill.records import read_rank
+from megatron.fill.records.rank import read_rank
 from megatron.fill.report import print_report
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import RankInfo

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.account import Account
-from megatron.fill.records import AccountWriter, begin_segment, read_accounts
+from megatron.fill.records.account import AccountWriter, read_accounts
+from megatron.fill.records.segment import begin_segment
 from megatron.fill.report.account import account, account_records, compared, timers
 from megatron.fill.report.idle import print_timers
 from megatron.fill.types import RankInfo

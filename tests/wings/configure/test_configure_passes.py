@@ -14,8 +14,8 @@ from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
-from megatron.fill.records import begin_segment, rank_file
-from megatron.fill.records.rank import read_rank
+from megatron.fill.records.rank import rank_file, read_rank
+from megatron.fill.records.segment import begin_segment
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.latency import bound_ns, iteration, timeline

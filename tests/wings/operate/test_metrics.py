@@ -26,7 +26,10 @@ from megatron.fill.account import Account
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.given.settings import load_settings
-from megatron.fill.records import AccountWriter, Traced, begin_segment, rank_file, read_segments, write_agent
+from megatron.fill.records.account import AccountWriter, Traced
+from megatron.fill.records.agent import write_agent
+from megatron.fill.records.rank import rank_file
+from megatron.fill.records.segment import begin_segment, read_segments
 from megatron.fill.store import open_store
 from megatron.fill.types import BrakeEvent
 from megatron.fill.wings.operate.spec import OTLP, MetricsSpec

@@ -11,7 +11,7 @@ from statistics import fmean, linear_regression, median
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.pipeline.costs import StageCost
 from megatron.fill.pipeline.schedule import Pass
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.space import padded
 from megatron.fill.wings.mainjob.analytic import again_flops, p2p_bytes

@@ -18,7 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from megatron.fill.errors import ControlError, StoreError
 from megatron.fill.pages.control import ControlPage, RunState, find_pages
-from megatron.fill.records import LiveRank, LiveSegment, Sample, last_segment
+from megatron.fill.records.live import LiveRank, LiveSegment
+from megatron.fill.records.sampling import Sample
+from megatron.fill.records.segment import last_segment
 from megatron.fill.store import JobStore, open_store
 from megatron.fill.types import BubbleKind, JobState
 from megatron.fill.wings.operate.spec import MetricsSpec

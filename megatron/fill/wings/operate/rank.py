@@ -10,7 +10,7 @@ from functools import partial
 
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
-from megatron.fill.records import Traced
+from megatron.fill.records.account import Traced
 from megatron.fill.types import RankInfo
 from megatron.fill.wings.operate.spans import note_span, sample_every
 from megatron.fill.wings.operate.spec import OTLP

@@ -21,7 +21,10 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
-from megatron.fill.records import LiveRank, Sample, Traced, last_segment, read_account
+from megatron.fill.records.account import Traced, read_account
+from megatron.fill.records.live import LiveRank
+from megatron.fill.records.sampling import Sample
+from megatron.fill.records.segment import last_segment
 from megatron.fill.wings.operate.metrics import RunMetrics
 from megatron.fill.wings.operate.spans import RunSpans, sample_every
 from megatron.fill.wings.operate.spec import OTLP, MetricsSpec

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.records import LiveRank, Sample, Traced
+from megatron.fill.records.account import Traced
+from megatron.fill.records.live import LiveRank
+from megatron.fill.records.sampling import Sample
 from megatron.fill.wings.operate.spec import OTLP
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import NAMES, make_schedule
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
-from megatron.fill.records import last_segment
+from megatron.fill.records.segment import last_segment
 from megatron.fill.report.schema import Cycles, RankCycle
 from megatron.fill.types import RankRecord
 from megatron.fill.wings.mainjob.order import order_of
