@@ -25,11 +25,7 @@ def bubble_share(timeline: Timeline) -> float:
 
 
 def bubble_cycle(timeline: Timeline, rank: int, free_bytes: int) -> BubbleCycle:
-    """The bubble cycle of a rank for the planner, in the order in which real runs record bubbles.
-
-    Raises:
-        ValueError: there is no such rank.
-    """
+    """The bubble cycle of a rank, in the order in which runs record bubbles; ValueError if there is no such rank."""
     if not 0 <= rank < len(timeline.waits):
         raise ValueError(f"rank is {rank}; expected 0 to {len(timeline.waits) - 1}")
     slots = (BubbleSlot(wait.kind, wait.duration_ns, free_bytes) for wait in timeline.waits[rank])

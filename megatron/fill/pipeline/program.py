@@ -120,8 +120,7 @@ def eager(schedule: Schedule) -> list[Program]:
 def rendezvous(schedule: Schedule) -> list[Program]:
     """The program of each rank with rendezvous transfers, with calls in the order of Megatron's schedule functions.
 
-    Raises:
-        ValueError: an interleaved schedule is not in Megatron's order, which the calls rely on.
+    An interleaved schedule that is not in Megatron's order is a ValueError, since the calls rely on it.
     """
     transfers = Transfers(schedule)
     write: Callable[[Schedule, Transfers, Program], None]

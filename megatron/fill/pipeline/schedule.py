@@ -179,12 +179,8 @@ class Schedule:
 def execution_order(needs: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Sort the steps of several ranks so that each comes after the steps that it needs.
 
-    Args:
-        needs: numbers of the steps that each step needs, per rank in the rank's order; steps are numbered from 0, rank
-            after rank.
-
-    Returns:
-        Numbers of the steps in order, and the places at which ranks are stuck, as rank and position in its row.
+    ``needs`` has those per rank, in the rank's order; steps are numbered from 0, rank after rank.  Returned are the
+    numbers of the steps in order, and the places at which ranks are stuck, as rank and position in its row.
     """
     firsts = list(accumulate(map(len, needs), initial=0))
     done = bytearray(firsts[-1])

@@ -40,9 +40,8 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
             ``--microbatch-group-size-per-virtual-pipeline-stage``; None for ``stages``.
 
     Raises:
-        ValueError: Megatron refuses to run it: there are fewer than two stages or chunks, or fewer microbatches than
-            stages; the group size is outside of ``stages`` to ``microbatches``; or the last group is smaller than
-            ``stages``.
+        ValueError: Megatron refuses to run it: there are fewer than two stages or chunks, the group size is outside of
+            ``stages`` to ``microbatches``, or the last group is smaller than ``stages``.
     """
     _check_counts(stages, microbatches)
     if stages < 2 or chunks < 2:

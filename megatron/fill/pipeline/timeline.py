@@ -156,11 +156,7 @@ class Compiled:
         return Timeline(self.schedule, costs, period_ns, tuple(spans), tuple(waits))
 
     def transfers(self, costs: PipelineCosts, rank: int) -> list[Transfer]:
-        """The transfers of a rank with ``rendezvous``: first those that it sends, each in the order of posting.
-
-        Raises:
-            ValueError: the costs are for another number of ranks or chunks.
-        """
+        """The transfers of a rank with ``rendezvous``: those that it sends, then the others, as they are posted."""
         _, ends = self._times(costs, self.durations(costs), None)
         sent, received = self._posts
         return [

@@ -54,19 +54,13 @@ class Panel:
 
 
 def draw_plans(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw a PNG with a panel for each plan and a row for each of its first ``_ROWS`` cycles.
+    """Draw a PNG with a panel for each plan and a row for each of its first cycles.
 
     Bubbles are drawn side by side, without the training's compute between them.
-
-    Raises:
-        ValueError: there is nothing to draw.
-        OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    if not panels:
-        raise ValueError("expected at least one plan to draw")
     rows = [min(_ROWS, panel.job.plan.cycles) for panel in panels]
     height_in = _ROW_IN * sum(rows) + _HEAD_IN * len(panels) + _LEGEND_IN
     figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=110, facecolor="white", layout="constrained")

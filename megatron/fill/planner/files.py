@@ -65,11 +65,7 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
 
 
 def load_profiles(path: str | Path) -> dict[str, list[JobProfile]]:
-    """Read the profiles of each job, by name, from a file that ``pipefill profile --output`` wrote.
-
-    Raises:
-        ConfigError: the file is invalid; the message names the file, the job, and what was expected.
-    """
+    """Read each job's profiles, by name, from a file of ``pipefill profile --output``; ConfigError if it is none."""
     data = read_json(path, "a list of profiles per job name")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: found a {type(data).__name__}; expected a list of profiles per job name")

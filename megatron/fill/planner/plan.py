@@ -118,11 +118,7 @@ class ExecutionPlan:
 
     @classmethod
     def from_dict(cls, data: Any) -> ExecutionPlan:
-        """Return the plan from the data of ``to_dict``; the data is checked, since a job may have written it.
-
-        Raises:
-            ValueError: the data is not a plan.
-        """
+        """Return a plan from the data of ``to_dict``, which a job may have written; ValueError if it is none."""
         try:
             work, counts = data["work"], data["counts"]
             if not is_amount(work):

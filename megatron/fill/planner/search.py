@@ -81,11 +81,7 @@ def _limit(usable: Sequence[tuple[int, int]], profile: JobProfile) -> float:
 
 
 def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> ExecutionPlan | None:
-    """Return the best plan for one configuration; None if some node fits no bubble.
-
-    Raises:
-        PlanError: the profile's nodes all take 0 ns.
-    """
+    """Return the best plan for one configuration, None if a node fits no bubble; PlanError if all nodes take 0 ns."""
     if profile.duration_ns == 0:
         raise PlanError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
     tables = _tables(cycle, profile, reserve_ns)
@@ -142,10 +138,7 @@ def _tables(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int) -> list[_C
 
 
 def _why_nothing_fits(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int) -> str:
-    """Return the reason in one line, for the configuration that comes closest to fitting.
-
-    It names that configuration's worst node, and the bubble that fits this node best.
-    """
+    """Return, in one line, the worst node of the configuration that comes closest, and the bubble that fits it best."""
     if not profiles:
         return "the job has no profile; expected one for at least one configuration"
     if not cycle.slots:

@@ -7,22 +7,14 @@ from collections.abc import Sequence
 
 
 def check_whole(**arguments: tuple[object, int]) -> None:
-    """Check that values are whole numbers of at least ``least``, given as ``name=(value, least)``.
-
-    Raises:
-        ValueError: a value is not; the message has the argument, its value, and what was expected.
-    """
+    """Raise a ValueError for a value that is no whole number from ``least`` on, given as ``name=(value, least)``."""
     for name, (value, least) in arguments.items():
         if type(value) is not int or value < least:
             raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}")
 
 
 def whole_numbers(name: str, given: list[int] | None, default: Sequence[int]) -> list[int]:
-    """Check a list of whole numbers from 1, and return it; return the default for None.
-
-    Raises:
-        ValueError: a value is wrong, or the list is empty.
-    """
+    """Return a list of whole numbers from 1, or the default for None; ValueError if it is empty, or a value wrong."""
     for value in given or []:
         check_whole(**{name: (value, 1)})
     if given == []:
@@ -31,11 +23,7 @@ def whole_numbers(name: str, given: list[int] | None, default: Sequence[int]) ->
 
 
 def divisors(name: str, given: list[int] | None, size: int) -> list[int]:
-    """Check that a list holds divisors of ``size``, and return them, the largest first; return all divisors for None.
-
-    Raises:
-        ValueError: a value is not a divisor, or the list is empty.
-    """
+    """Return divisors of ``size``, the largest first, all for None; ValueError if one is none, or the list empty."""
     found = [value for value in range(size, 0, -1) if size % value == 0]
     for value in whole_numbers(name, given, found):
         if value not in found:
@@ -44,10 +32,6 @@ def divisors(name: str, given: list[int] | None, size: int) -> list[int]:
 
 
 def check_number(name: str, value: object, below: float = math.inf) -> None:
-    """Check that ``value`` is a number of at least 0 and less than ``below``.
-
-    Raises:
-        ValueError: it is not; the message has the argument, its value, and what was expected.
-    """
+    """Raise a ValueError for a value that is not a number of at least 0 and less than ``below``."""
     if not isinstance(value, int | float) or not 0 <= value < below:
         raise ValueError(f"{name} is {value!r}: expected a number of at least 0 and below {below:g}")

@@ -14,11 +14,7 @@ from megatron.fill.sidetask.models import find_workload, input_length, model_fie
 
 
 def load_object(argument: str, path: object) -> Any:
-    """Import the object that ``module:name``, the value of a task's argument, names.
-
-    Raises:
-        ValueError: the object does not exist, or ``path`` has another form.
-    """
+    """Import the ``module:name`` that a task's argument names; ValueError if it does not exist or has another form."""
     if not isinstance(path, str) or not all(path.partition(":")):
         raise ValueError(f"{argument} is {path!r}: expected module:name")
     try:
@@ -53,11 +49,7 @@ class Samples:
             raise ValueError(f"data is a {type(source).__name__}, which can be read only once: expected an iterable")
 
     def get(self, index: int) -> Any:
-        """A sample of a source with a length.
-
-        Raises:
-            TaskError: the source ends before its length.
-        """
+        """A sample of a source with a length; TaskError if the source ends before its length."""
         try:
             return self.source[index]
         except IndexError as error:
@@ -81,11 +73,7 @@ class Samples:
         return shuffled
 
     def first(self, count: int) -> list[Any]:
-        """The first ``count`` samples, repeated if there are fewer, to try a model with.
-
-        Raises:
-            ValueError: there are no samples.
-        """
+        """The first ``count`` samples, repeated if there are fewer; ValueError if there are none."""
         found = list(itertools.islice(self.epoch(None, 0), count))
         if not found:
             raise ValueError("data has 0 samples: expected at least 1")

@@ -14,14 +14,9 @@ from megatron.fill.sidetask.base import SideTask
 
 
 def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
-    """Import and construct the side task ``module:Class``.
+    """Import and construct the side task ``module:Class``; TaskError if it is none, or one of the two fails.
 
-    Args:
-        search: further folders in which to look for the module after ``sys.path`` (the jobs file's folder).
-
-    Raises:
-        TaskError: the class cannot be imported, is not a subclass of ``SideTask``, cannot be constructed, or its
-            unit is not text.
+    ``search`` has further folders in which to look for the module, after ``sys.path``.
     """
     module_name, _, class_name = path.partition(":")
     sys.path.extend(folder for folder in search if folder not in sys.path)
@@ -44,11 +39,7 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
 
 
 def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
-    """Check that ``create`` accepts these arguments, by its signature.
-
-    Raises:
-        TaskError: it does not; the message has the parameters of ``create``.
-    """
+    """Check, by its signature, that ``create`` accepts these arguments; TaskError, with its parameters, if not."""
     name = type(task).__name__
     if type(task).create is SideTask.create:
         if args:

@@ -20,7 +20,6 @@ class TaskMachine:
     that a callback has forked ends where it leaves the callback: it must not go on as a second worker.
 
     Attributes:
-        state: state of the task.
         callback: name of the callback that was called last.
         enter: called before and after ``init``, in which the task begins to use its device.
     """
@@ -55,12 +54,7 @@ class TaskMachine:
         self.state = TaskState.RUNNING
 
     def run_next_step(self) -> float:
-        """Run one step; return the work it did.
-
-        Raises:
-            StopIteration: the task has nothing left to do.
-            TaskError: the step returned neither an amount of work nor None.
-        """
+        """Run a step; return its work: StopIteration if nothing is left, TaskError if it returned something else."""
         if self.state is not TaskState.RUNNING:
             self._expect(TaskState.RUNNING, "run_next_step")
         self.callback = "run_next_step"
@@ -70,11 +64,7 @@ class TaskMachine:
         return _amount(work, "run_next_step() returned {}; expected the work done as a number, or None")
 
     def total_work(self) -> float | None:
-        """Return the total work that the task has told; None if it has not.
-
-        Raises:
-            TaskError: that is no amount of work.
-        """
+        """Return the total work that the task has told; None if it has not; TaskError if that is no amount of work."""
         told = self.task.context.total_work
         return None if told is None else _amount(told, "total_work is {}; expected a number, or None")
 
@@ -119,11 +109,7 @@ class TaskMachine:
 
 
 def _amount(given: Any, message: str) -> float:
-    """Return an amount of work as a number; whoever reads the step log takes anything else for no work at all.
-
-    Raises:
-        TaskError: it is none; ``message`` has ``{}`` in the place of what was given.
-    """
+    """Return an amount of work; TaskError for anything else, which readers of the step log take for no work at all."""
     try:
         amount = float(given)
     except (TypeError, ValueError, OverflowError):

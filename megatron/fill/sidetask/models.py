@@ -33,11 +33,7 @@ _TINY: dict[str, dict[str, Any]] = {  # fields that override the full size
 
 
 def find_workload(name: str) -> Model:
-    """The model with this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The model with this name; ValueError if there is none."""
     if name not in MODELS:
         known = ", ".join(MODELS)
         raise ValueError(f"model is {name!r}: expected module:factory or one of {known}")
@@ -50,11 +46,7 @@ def input_length(model: Model, size: str) -> int:
 
 
 def model_fields(model: Model, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a model's configuration in this size, with overrides.
-
-    Raises:
-        ValueError: there is no such size.
-    """
+    """The fields of a model's configuration in this size, with overrides; ValueError if there is no such size."""
     if size not in ("full", "tiny"):
         raise ValueError(f"size is {size!r}: expected 'full' or 'tiny'")
     shape = model.shape
@@ -104,11 +96,7 @@ def build_model(name: str, size: str = "full", **overrides: Any) -> Any:
 
 
 def need(module: str) -> Any:
-    """Import a package of the extra ``models``.
-
-    Raises:
-        TaskError: the package is not installed.
-    """
+    """Import a package of the extra ``models``; TaskError if the package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

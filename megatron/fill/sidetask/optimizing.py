@@ -20,7 +20,6 @@ class Slices:
     current storage, so they are only valid while it stays on its device.
 
     Args:
-        named: ``(name, parameter)`` of each parameter.
         pieces: number of pieces for all parameters together; a larger share of their size is cut.
 
     Attributes:

@@ -35,11 +35,7 @@ class ParquetFile:
         return {"rows": {name: list(values) for name, values in self.rows.items()}, "part": self._part}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state.
-
-        Raises:
-            TaskError: parts that were written are missing.
-        """
+        """Resume from a state; TaskError if parts that were written are missing."""
         self.rows, self._part = dict(state["rows"]), state["part"]
         if self._part and not self._parts.exists() and not self.path.exists():
             raise TaskError(f"{self._parts} is missing: expected the {self._part} parts written before")

@@ -15,7 +15,7 @@ __all__ = ["Claim", "DeviceEntry", "Job", "JobStore", "NewJob", "Progress", "Sta
 
 
 def open_store(where: str | Path, *, create: bool = True) -> JobStore:
-    """Open a job store, and bring its schema up to date.
+    """Open a job store.
 
     A file is for the processes of one machine (SQLite locks it, which is unreliable on network file systems); several
     nodes share a PostgreSQL database.
@@ -26,8 +26,7 @@ def open_store(where: str | Path, *, create: bool = True) -> JobStore:
         create: True to create the file (and its folder) or the tables if they are missing.
 
     Raises:
-        StoreError: ``where`` is none of these, cannot be reached, or has a newer schema; the message never has a
-            password.
+        StoreError: ``where`` is none of these, cannot be reached, or has other tables; the message has no password.
     """
     from megatron.fill.store.sql import SqlStore
 

@@ -14,11 +14,7 @@ _MAX_ID = 2**63 - 1
 
 
 def checked(job: NewJob) -> NewJob:
-    """Check a job, and return it in a form that every database can hold.
-
-    Raises:
-        JobError: the job has a value that a database cannot hold.
-    """
+    """Return a job in a form that every database can hold; JobError if it has a value that none can hold."""
     for field, text in (("name", job.name), ("user", job.user)):
         if text != storable(text) or (field == "name" and not text):
             raise JobError(f"the {field} of a job is {text!r}; expected printable text")
@@ -28,11 +24,7 @@ def checked(job: NewJob) -> NewJob:
 
 
 def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Copy a value as JSON data.
-
-    Raises:
-        JobError: the value cannot be written as JSON.
-    """
+    """Copy a value as JSON data; JobError if the value cannot be written as JSON."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:

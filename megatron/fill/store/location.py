@@ -60,11 +60,7 @@ def print_next(store: str | None, *commands: str, plain: Sequence[str] = ()) -> 
 
 
 def locate(where: str | Path) -> URL:
-    """The URL of a store given as a URL, a database file or a run folder.
-
-    Raises:
-        StoreError: ``where`` is something else.
-    """
+    """The URL of a store given as a URL, a database file or a run folder; StoreError if ``where`` is something else."""
     if isinstance(where, str) and "://" in where:
         return _parse(where)
     if not str(where).strip():

@@ -50,8 +50,7 @@ class JobStore(ABC):
         An unfinished job with the same name and spec is the same job, which continues; its entry is returned unchanged.
 
         Raises:
-            JobError: an unfinished job with the same name has another spec, or a job is after one that is neither among
-                the new jobs nor in the store.
+            JobError: an unfinished job of that name has another spec, or a job is after one that does not exist.
         """
         checked = [checks.checked(job) for job in jobs]
 
@@ -62,19 +61,11 @@ class JobStore(ABC):
         return self._run(work)
 
     def get(self, job_id: int) -> Job:
-        """The job with that number.
-
-        Raises:
-            JobError: there is no such job.
-        """
+        """The job with that number; JobError if there is no such job."""
         return self._run(lambda transaction: rules.existing(transaction, job_id), write=False)
 
     def find(self, name: str) -> Job:
-        """The latest job with that name or, if there is none, the job with that number (``"12"``).
-
-        Raises:
-            JobError: there is none; the message has the closest names.
-        """
+        """The latest job of that name, else of that number (``"12"``); JobError, with the closest names, if none."""
         return self._run(lambda transaction: rules.find(transaction, name), write=False)
 
     def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
@@ -88,8 +79,7 @@ class JobStore(ABC):
     def stamp(self) -> tuple[int, int, int]:
         """The number of QUEUED jobs, the sum of their numbers, and the number of SUCCEEDED jobs.
 
-        It is cheap, however many jobs there are.  While it is unchanged, the same jobs wait and the same jobs can
-        start.
+        It is cheap, however many jobs there are.  While it is unchanged, the same jobs wait and can start.
         """
         return self._run(lambda transaction: transaction.stamp(), write=False)
 
@@ -221,9 +211,7 @@ class JobStore(ABC):
         return self._run(_recover)
 
     def cancel(self, job_id: int) -> Job:
-        """Cancel a job: a QUEUED job at once; a RUNNING job is ``cancelling`` until its agent stops it.
-
-        A RUNNING job whose lease has expired is also cancelled at once.
+        """Cancel a job: a QUEUED or lost one at once; a RUNNING one is ``cancelling`` until its agent stops it.
 
         Raises:
             JobError: there is no such job, or it has finished.
@@ -253,9 +241,7 @@ class JobStore(ABC):
         self._run(work)
 
     def retry(self, job_id: int) -> Job:
-        """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if there is one.
-
-        A RUNNING job whose lease has expired is put back too.
+        """Put a FAILED, CANCELLED or lost job back to QUEUED, with its checkpoint if there is one.
 
         Raises:
             JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.

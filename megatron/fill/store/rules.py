@@ -17,11 +17,7 @@ NAMES_COMPARED = 10_000
 
 
 def find(transaction: Transaction, name: str) -> Job:
-    """The latest job with that name, or the job with that number.
-
-    Raises:
-        JobError: there is none; the message has the closest names.
-    """
+    """The latest job of that name, else the job of that number; JobError, with the closest names, if there is none."""
     job = transaction.latest(checks.storable(name))
     if job is None and name.isdecimal() and checks.possible(int(name)):
         job = transaction.job(int(name))
@@ -37,11 +33,7 @@ def closest(name: str, names: Iterable[str]) -> str:
 
 
 def existing(transaction: Transaction, job_id: int) -> Job:
-    """The job with that number.
-
-    Raises:
-        JobError: there is no such job.
-    """
+    """The job with that number; JobError if there is no such job."""
     job = transaction.job(job_id) if checks.possible(job_id) else None
     if job is None:
         raise JobError(f"there is no job {job_id}")
@@ -121,8 +113,6 @@ def forgettable(jobs: Sequence[Job], before_s: float, ids: Collection[int]) -> l
 
     Args:
         jobs: all jobs of the store, ascending by number.
-        before_s: seconds since the epoch.
-        ids: numbers of the jobs that may go.
     """
     latest = {job.name: job.id for job in jobs}
     going = {

@@ -45,14 +45,10 @@ class SqlStore(JobStore):
     Open it after a fork, not before: SQLite's connections do not survive a fork.
 
     Args:
-        where, create: as for ``open_store``.
+        where, create: as for ``open_store``, also the errors.
         clock: clock in seconds since the epoch; None for PostgreSQL's own, since nodes' clocks differ, and for this
             machine's with SQLite.
-        patience_s: time in s for which a call retries while the database is locked or away; opening waits at least
-            30 s.
-
-    Raises:
-        StoreError: as for ``open_store``.
+        patience_s: time for which a call retries while the database is locked or away; opening waits 30 s at least.
     """
 
     def __init__(

@@ -18,9 +18,7 @@ class Progress:
     Attributes:
         work_done: work done in ``unit``, over all attempts that count.
         total_work: total work; None if the task did not report it.
-        unit: unit of the work.
         rate: recent work per second of wall-clock time; None if unknown.
-        steps: number of steps done.
         harvested_s: time spent in steps, in bubbles or while no training had the device.
         checkpoint_s: time of the last save; None for never.
         resumable: True if the task reports that it can be saved and resumed elsewhere.

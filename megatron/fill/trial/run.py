@@ -86,12 +86,7 @@ _DOES = {
 
 
 def _enough(options: Options, before: Job, until_saved: bool) -> Callable[[Job], bool]:
-    """Return a function that decides, from the job in the store, when a run that begins now has been long enough.
-
-    Args:
-        before: the job in the store before the run.
-        until_saved: True if it has once the job has been saved.
-    """
+    """Return what decides when a run that begins now, of the job ``before`` it, has been long enough."""
     end_s = time.monotonic() + options.startup_seconds
 
     def enough(job: Job) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from matplotlib.image import imread
 
 from megatron.fill.planner.draw import DrawnJob, Panel, draw_plans
@@ -50,11 +49,6 @@ def test_a_tail_and_more_panels(tmp_path):
     assert "#009E73" not in colours(one)
     assert "#009E73" in colours(two)
     assert imread(two).shape[0] > imread(one).shape[0]
-
-
-def test_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="at least one plan"):
-        draw_plans(tmp_path / "plan.png", [])
 
 
 def test_matplotlib_is_imported_when_drawing_only():

@@ -97,11 +97,7 @@ def _whole(model: nn.Module, call: Call, outputs: int, spec: Any, why: str) -> S
 
 
 def _tried(split: Split, call: Call, expected: list[Any], device: str) -> Split:
-    """Run the pieces once, compare the outputs, and find the values that a gradient can reach.
-
-    Raises:
-        SplitError: a piece failed or writes into its input, or the outputs differ.
-    """
+    """Run the pieces once, and find what a gradient can reach; SplitError if one fails, or the outputs differ."""
     reached: set[int] = set()
     runner = PieceRunner(split, Randomness(device, _SEED))
     values: dict[int, Any] = dict(enumerate(call.leaves))

@@ -34,10 +34,8 @@ class _Flat(nn.Module):
 def split_export(model: nn.Module, call: Call, pieces: int, spec: Any) -> Split:
     """Trace the model for inputs of exactly these shapes and cut its graph.
 
-    The pieces use the model's own parameters and buffers.  ``spec`` is the structure of its output.
-
-    Raises:
-        SplitError: the model cannot be traced, or its graph cannot be cut.
+    The pieces use the model's own parameters and buffers.  ``spec`` is the structure of its output.  SplitError if the
+    model cannot be traced, or its graph cannot be cut.
     """
     flat = _Flat(model, call)
     flat.train(model.training)

@@ -9,11 +9,7 @@ import torch
 
 
 class Randomness:
-    """A job's own state of torch's generators on its device; inside ``with``, torch draws from it.
-
-    Attributes:
-        state: state of the CPU's generator and, on CUDA, of the device's.
-    """
+    """A job's own state of torch's generators (the CPU's and its device's); inside ``with``, torch draws from it."""
 
     def __init__(self, device: str, *seeds: int) -> None:
         self._device = torch.device(device)

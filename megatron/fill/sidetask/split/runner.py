@@ -71,11 +71,7 @@ class PieceRunner:
         return pytree.tree_unflatten([self._values[number] for number in self.split.outputs], self.split.spec)
 
     def loss(self, function: Callable[[Any], torch.Tensor]) -> float:
-        """Compute a loss of the output, and its gradients with respect to the output.
-
-        Args:
-            function: takes the model's output; returns a scalar tensor.
-        """
+        """Compute a scalar function of the model's output, and its gradients with respect to the output."""
         ends = {n: self._values[n] for n in self.split.outputs}
         leaves = {n: _leaf(value) if n in self.split.differentiable else value for n, value in ends.items()}
         self._values = {}

@@ -26,13 +26,7 @@ class SplitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelSegment:
-    """A piece of a model.
-
-    Attributes:
-        run: takes the tensors of ``inputs``; returns those of ``outputs``.
-        inputs, outputs: numbers of values.
-        parameters, buffers: those of the user's module that this segment uses.
-    """
+    """A piece of a model: ``run`` takes the values with the numbers ``inputs``, and returns those of ``outputs``."""
 
     run: Callable[..., tuple[Any, ...]]
     inputs: tuple[int, ...]
@@ -47,7 +41,6 @@ class Split:
 
     Attributes:
         how: description of the way of splitting, for people.
-        segments: segments in order.
         outputs: numbers of the values that make up the model's flat output.
         spec: structure that turns the flat output into the model's output.
         differentiable: numbers of the values that a gradient can reach, found by a run of the segments.
@@ -92,16 +85,10 @@ class Call:
 
 
 def even_cuts(costs: list[float], allowed: dict[int, float], pieces: int) -> list[int]:
-    """The places to cut a sequence of operations into pieces of about equal cost.
+    """The places, in order, to cut a sequence of operations into at most ``pieces`` of about equal cost.
 
-    Args:
-        costs: cost of each operation.
-        allowed: places where a cut is allowed, each the index of the operation after it, with the bytes alive there.
-        pieces: greatest number of pieces.
-
-    Returns:
-        Places in order, fewer than ``pieces``.  Around each even place, the allowed place with the fewest bytes is
-        taken.
+    ``allowed`` has the places where a cut may be, each the index of the operation after it, with the bytes alive there.
+    Around each even place, the one with the fewest bytes is taken.
     """
     ends = list(accumulate(costs, initial=0.0))
     share = ends[-1] / pieces

@@ -15,11 +15,7 @@ from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, Spl
 
 
 def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
-    """Split an ``nn.Sequential`` at module boundaries into at most ``pieces`` pieces.
-
-    Raises:
-        SplitError: the model is not an ``nn.Sequential``, or its modules pass more than one tensor.
-    """
+    """Split an ``nn.Sequential`` into at most ``pieces`` pieces; SplitError unless its modules pass one tensor."""
     if not _is_sequential(model):
         raise SplitError(f"{type(model).__name__} is not an nn.Sequential")
     if len(call.leaves) != 1:
