@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import difflib
 import re
-from collections.abc import Callable
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get_origin
 
@@ -17,7 +16,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import exit_saying
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.given.settings import FLAG
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, around
 
 ADD = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
 PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider", "ignore_unknown_args"))
@@ -85,29 +84,23 @@ def tell_briefly(parser: argparse.ArgumentParser) -> None:
     parser.error = error  # type: ignore[method-assign]
 
 
-def _with_fill(add: Callable[..., Any]) -> Callable[..., Any]:
-    def run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_fill_arguments(add(parser))
-        _mend_help(parser)
-        tell_briefly(parser)
-        return parser
-
-    return run
+def _with_fill(add: Call, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    add_fill_arguments(add(parser))
+    _mend_help(parser)
+    tell_briefly(parser)
+    return parser
 
 
-def _checked(parse: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> argparse.Namespace:
-        parsed = parse(*args, **kwargs)
-        if attached.on_parse is not None:
-            attached.on_parse(parsed)
-        return parsed
-
-    return run
+def _checked(parse: Call, /, *args: Any, **kwargs: Any) -> argparse.Namespace:
+    parsed = parse(*args, **kwargs)
+    if attached.on_parse is not None:
+        attached.on_parse(parsed)
+    return parsed
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    wrap(stack, *ADD.resolve(), _with_fill)
-    wrap(stack, *PARSE.resolve(), _checked)
+    around(stack, *ADD.resolve(), _with_fill)
+    around(stack, *PARSE.resolve(), _checked)
 
 
 PATCH = Patch("arguments", _install, (ADD, PARSE))

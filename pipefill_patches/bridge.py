@@ -15,11 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import Patch, Target, replace, wrap
+from pipefill_patches.patch import Call, Patch, Target, around, replace
 
 _MODULE = "megatron.core.pipeline_parallel.bridge_communicator"
 _BRIDGE = f"{_MODULE}:BridgeCommunicator"
@@ -49,37 +48,29 @@ _PIPELINE_CALLS = tuple(Target(f"{_PIPELINE}.{name}", ("self",)) for name in _CA
 class _Call:
     """The outermost call in progress."""
 
-    __slots__ = ("depth", "for_backward")
-
-    def __init__(self) -> None:
-        self.depth, self.for_backward = 0, False
+    depth = 0
+    for_backward = False
 
 
 _call = _Call()
 
 
-def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _outermost(original: Call, for_backward: bool, bridge: bool, this: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not _call.depth:
+        _call.for_backward = for_backward
+    if bridge and this.comm_map[this.current_rank].role.value == "MEMBER":
+        bus.open(for_backward=_call.for_backward)  # it exchanges no shapes: its leader broadcasts everything
+    _call.depth += 1
+    try:
+        return original(this, *args, **kwargs)
+    finally:
+        _call.depth -= 1
         if not _call.depth:
-            _call.for_backward = for_backward
-        if bridge and self.comm_map[self.current_rank].role.value == "MEMBER":
-            bus.open(for_backward=_call.for_backward)  # it exchanges no shapes: its leader broadcasts everything
-        _call.depth += 1
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _call.depth -= 1
-            if not _call.depth:
-                bus.close()
-
-    return run
+            bus.close()
 
 
-def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
-    def communicate_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return bus.wait(functools.partial(original, self, *args, **kwargs), for_backward=_call.for_backward)
-
-    return communicate_shapes
+def _opening(original: Call, /, *args: Any, **kwargs: Any) -> Any:
+    return bus.wait(functools.partial(original, *args, **kwargs), for_backward=_call.for_backward)
 
 
 class _OfTheWorld:
@@ -101,11 +92,11 @@ class _OfTheWorld:
 def _install(stack: contextlib.ExitStack) -> None:
     module = importlib.import_module(_MODULE)
     replace(stack, module, "dist", _OfTheWorld(module.dist))
-    wrap(stack, *_SHAPES.resolve(), _opening)
+    around(stack, *_SHAPES.resolve(), _opening)
     for targets, bridge in ((_BRIDGE_CALLS, True), (_PIPELINE_CALLS, False)):
         for target in targets:
             owner, name = target.resolve()
-            wrap(stack, owner, name, _outermost, _CALLS[name], bridge)
+            around(stack, owner, name, _outermost, _CALLS[name], bridge)
 
 
 PATCH = Patch("bridge", _install, (_SHAPES, *_GROUPS, *_BRIDGE_CALLS, *_PIPELINE_CALLS))

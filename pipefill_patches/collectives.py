@@ -25,7 +25,7 @@ from typing import Any
 from weakref import ref
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import wrap
+from pipefill_patches.patch import Call, wrap
 
 _ALWAYS = ("allreduce", "broadcast", "barrier")
 # The names in all versions of torch.
@@ -41,8 +41,6 @@ _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 _TRANSFERS = frozenset({"send", "recv", "recv_anysource"})
 _NOBODY = ""  # name of a wait that is not in the account
 _EVERYBODY = "all ranks"
-
-Call = Callable[..., Any]
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from megatron.fill.errors import ConfigError
 from megatron.fill.launcher import cores_by_srun, local_rank, ranks_here
 from pipefill_patches import arguments, cpu_gloo, cpu_layers, cpu_processes, cpu_torch, wheel
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, around
 
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 
@@ -94,13 +93,10 @@ def _backend(name: str) -> str:
     return name
 
 
-def _with_cpu_defaults(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        actions = wheel.set_defaults(add_arguments(parser), _defaults(), PATCH)
-        actions["distributed_backend"].type = _backend
-        return parser
-
-    return add_megatron_arguments
+def _with_cpu_defaults(add: Call, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    actions = wheel.set_defaults(add(parser), _defaults(), PATCH)
+    actions["distributed_backend"].type = _backend
+    return parser
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -115,8 +111,8 @@ def _install(stack: contextlib.ExitStack) -> None:
     cpu_torch.install(stack)
     cpu_gloo.install(stack)
     cpu_processes.install(stack)
-    wrap(stack, *arguments.ADD.resolve(), _with_cpu_defaults)
-    wrap(stack, *wheel.COMPILE.resolve(), wheel.unless_shipped)
+    around(stack, *arguments.ADD.resolve(), _with_cpu_defaults)
+    around(stack, *wheel.COMPILE.resolve(), wheel.unless_shipped)
     wheel.resumable_adam(stack)
     cpu_layers.install(stack)
     logger = logging.getLogger(_RNG_LOGGER)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pipefill_patches.patch import Target, replace, wrap
+from pipefill_patches.patch import Call, Target, around, replace
 
 _NORM = Target("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", ("cls", "config", "hidden_size"))
 _ATTENTION_INIT = Target(
@@ -34,9 +33,9 @@ TARGETS = (_NORM, _ATTENTION_INIT, _ATTENTION, _GATHER, _MOVE)
 
 def install(stack: contextlib.ExitStack) -> None:
     _sequence_parallel_norm(stack)
-    wrap(stack, *_ATTENTION_INIT.resolve(), _any_width)
-    wrap(stack, *_ATTENTION.resolve(), _attention_to_all)
-    wrap(stack, *_MOVE.resolve(), _token_counts_on_host)
+    around(stack, *_ATTENTION_INIT.resolve(), _any_width)
+    around(stack, *_ATTENTION.resolve(), _attention_to_all)
+    around(stack, *_MOVE.resolve(), _token_counts_on_host)
 
 
 def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
@@ -55,29 +54,29 @@ def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
     replace(stack, owner, name, staticmethod(norm))
 
 
-def _any_width(initialize: Callable[..., None]) -> Callable[..., None]:
-    def run(
-        self: Any, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
-    ) -> None:
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        width = config.kv_channels if v_channels is None else v_channels
-        if k_channels is not None and kwargs.get("softmax_scale") is None:
-            kwargs["softmax_scale"] = k_channels**-0.5  # upstream computes the scale from its only width
-        alone.kv_channels = width
-        initialize(self, alone, *args, **kwargs)
-        self.config = config
+def _any_width(
+    initialize: Call,
+    this: Any,
+    config: Any,
+    *args: Any,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
+    alone = copy.copy(config)
+    alone.context_parallel_size = 1
+    if v_channels is not None:
+        alone.kv_channels = v_channels
+    if k_channels is not None and kwargs.get("softmax_scale") is None:
+        kwargs["softmax_scale"] = k_channels**-0.5  # upstream computes the scale from its only width
+    initialize(this, alone, *args, **kwargs)
+    this.config = config
 
-    return run
 
-
-def _attention_to_all(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.config.context_parallel_size > 1:
-            key, value = in_order(key), in_order(value)
-        return attend(self, query, key, value, *args, **kwargs)
-
-    return run
+def _attention_to_all(attend: Call, this: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    if this.config.context_parallel_size > 1:
+        key, value = in_order(key), in_order(value)
+    return attend(this, query, key, value, *args, **kwargs)
 
 
 def in_order(part: torch.Tensor) -> torch.Tensor:
@@ -94,9 +93,6 @@ def in_order(part: torch.Tensor) -> torch.Tensor:
     return torch.cat((*chunks[::2], *reversed(chunks[1::2])))
 
 
-def _token_counts_on_host(move: Callable[..., Any]) -> Callable[..., Any]:
-    def run(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Upstream converts only tensors on a device to an array, and a collective accepts no tensor as sizes.
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
-
-    return run
+def _token_counts_on_host(move: Call, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    # Upstream converts only tensors on a device to an array, and a collective accepts no tensor as sizes.
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from pipefill_patches import cpu_torch
-from pipefill_patches.patch import Target, wrap
+from pipefill_patches.patch import Call, Target, around
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 PREPARE = Target(f"{_WRITER}.prepare_write_data", ("self", "plan", "planner"), uses=("write_buckets",))
@@ -25,7 +25,7 @@ PREPARE = Target(f"{_WRITER}.prepare_write_data", ("self", "plan", "planner"), u
 class OnCpu:
     """A function that runs with the torch half of the CPU backend; it can be pickled if the function can."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Call) -> None:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,28 +34,22 @@ class OnCpu:
             return self._function(*args, **kwargs)
 
 
-def _with_backend(start: Callable[[Any], None]) -> Callable[[Any], None]:
-    def run(self: Any) -> None:
-        method = self._start_method or multiprocessing.get_start_method()
-        if method != "fork" and self._target is not None:
-            self._target = OnCpu(self._target)
-        start(self)
-
-    return run
+def _with_backend(start: Callable[[Any], None], process: Any) -> None:
+    method = process._start_method or multiprocessing.get_start_method()
+    if method != "fork" and process._target is not None:
+        process._target = OnCpu(process._target)
+    start(process)
 
 
-def _copied(prepare: Callable[..., None]) -> Callable[..., None]:
-    def run(self: Any, plan: Any, planner: Any) -> None:
-        prepare(self, plan, planner)
-        self.write_buckets = [
-            (path, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
-            for path, key, (data, tensors) in self.write_buckets
-        ]
-
-    return run
+def _copied(prepare: Call, writer: Any, plan: Any, planner: Any) -> None:
+    prepare(writer, plan, planner)
+    writer.write_buckets = [
+        (path, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, key, (data, tensors) in writer.write_buckets
+    ]
 
 
 def install(stack: contextlib.ExitStack) -> None:
     """Make the processes that this one starts run on the CPU too, until ``stack`` is closed."""
-    wrap(stack, BaseProcess, "start", _with_backend)
-    wrap(stack, *PREPARE.resolve(), _copied)
+    around(stack, BaseProcess, "start", _with_backend)
+    around(stack, *PREPARE.resolve(), _copied)

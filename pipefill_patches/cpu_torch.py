@@ -11,7 +11,6 @@ import contextlib
 import os
 import resource
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch.utils.data.dataloader
 from torch.overrides import TorchFunctionMode
 
 from megatron.fill.hooks import BubbleBus
-from pipefill_patches.patch import replace, wrap
+from pipefill_patches.patch import Call, around, replace
 
 _CPU = torch.device("cpu")
 
@@ -65,7 +64,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-_METHODS: dict[Any, Callable[..., Any]] = {
+_METHODS: dict[Any, Call] = {
     torch.Tensor.cuda: _tensor_cuda,
     torch.Tensor.to: _tensor_to,
     torch.Tensor.type: _tensor_type,
@@ -77,7 +76,7 @@ class CudaOnCpu(TorchFunctionMode):
     """Runs every torch call that names a CUDA device on the CPU instead."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         method = _METHODS.get(func)
         if method is not None:
@@ -201,31 +200,22 @@ def _cuda_stand_ins() -> dict[str, Any]:
     }
 
 
-def _without_device_id(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``init_process_group`` to drop ``device_id``, which would bind the group to a device that does not exist."""
-
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        return init(*args, **kwargs)
-
-    return init_process_group
+def _without_device_id(init: Call, /, *args: Any, device_id: Any = None, **kwargs: Any) -> Any:
+    """Create the process groups without ``device_id``, which would bind them to a device that does not exist."""
+    return init(*args, **kwargs)
 
 
-def _keeping_rng_state(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a data loader's ``__init__`` to restore the state of the CPU generator afterwards.
+def _keeping_rng_state(init: Call, /, *args: Any, **kwargs: Any) -> None:
+    """Restore the state of the CPU generator after a data loader's ``__init__``.
 
     It draws a seed for its workers, on the ranks that load data only.  Since the CPU's generator is also the model's
     here, the ranks of a tensor-parallel group would get different dropout, and so would a resumed run.
     """
-
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        state = torch.get_rng_state()
-        try:
-            init(*args, **kwargs)
-        finally:
-            torch.set_rng_state(state)
-
-    return wrapper
+    state = torch.get_rng_state()
+    try:
+        init(*args, **kwargs)
+    finally:
+        torch.set_rng_state(state)
 
 
 def install(stack: contextlib.ExitStack) -> None:
@@ -248,28 +238,22 @@ def install(stack: contextlib.ExitStack) -> None:
     replace(stack, torch.Tensor, "record_stream", _nothing)
 
     for module in (torch.distributed, torch.distributed.distributed_c10d):
-        wrap(stack, module, "init_process_group", _without_device_id)
-    wrap(stack, torch.utils.data.dataloader._BaseDataLoaderIter, "__init__", _keeping_rng_state)
+        around(stack, module, "init_process_group", _without_device_id)
+    around(stack, torch.utils.data.dataloader._BaseDataLoaderIter, "__init__", _keeping_rng_state)
 
     mode = CudaOnCpu()
 
-    def in_mode(engine: Callable[..., Any]) -> Callable[..., Any]:
+    def in_mode(engine: Call, /, *args: Any, **kwargs: Any) -> Any:
         # backward() is itself a torch function, and a mode is off inside the call that it handles.  But the backward of
         # a Python autograd.Function (such as activation recomputation) needs it.
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with mode:
-                return engine(*args, **kwargs)
+        with mode:
+            return engine(*args, **kwargs)
 
-        return run
-
-    def beside(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def beside(wait: Call, bus: BubbleBus, /, *args: Any, **kwargs: Any) -> Any:
         # A collective is a torch function too, and a callback may compute during its wait, in the mode.
-        def run(self: BubbleBus, *args: Any, **kwargs: Any) -> Any:
-            with mode if self.callbacks else contextlib.nullcontext():
-                return wait(self, *args, **kwargs)
+        with mode if bus.callbacks else contextlib.nullcontext():
+            return wait(bus, *args, **kwargs)
 
-        return run
-
-    wrap(stack, torch.autograd, "_engine_run_backward", in_mode)
-    wrap(stack, BubbleBus, "wait", beside)
+    around(stack, torch.autograd, "_engine_run_backward", in_mode)
+    around(stack, BubbleBus, "wait", beside)
     stack.enter_context(mode)

@@ -25,7 +25,7 @@ from typing import Any
 from megatron.fill.attached import HeldReceives, attached
 from megatron.fill.errors import FillError, PatchError
 from pipefill_patches import p2p_communicator
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, around
 
 logger = logging.getLogger("pipefill")
 
@@ -35,8 +35,6 @@ _PARAMETERS = (
     *("group", "prev_pipeline_rank", "next_pipeline_rank"),
 )
 _SIDES = ("next", "prev")
-
-type Post = Callable[..., Any]
 
 _POST = Target(f"{_MODULE}:_p2p_ops", _PARAMETERS, uses=("irecv",))
 _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _PARAMETERS)
@@ -64,17 +62,12 @@ def _off_where_it_fails() -> Any:
         attached.wait_usually()
 
 
-def _while_held(post: Post, held: Callable[[HeldReceives, Post, dict[str, Any]], Any]) -> Post:
-    """Wrap a function that posts transfers: while receives are held, ``held`` is called with it instead."""
-
-    def run(**transfers: Any) -> Any:
-        waits = attached.waits
-        return post(**transfers) if waits is None else held(waits, post, transfers)
-
-    return run
+def _while_held(post: Call, held: Callable[[HeldReceives, Call, dict[str, Any]], Any], /, **transfers: Any) -> Any:
+    waits = attached.waits
+    return post(**transfers) if waits is None else held(waits, post, transfers)
 
 
-def _one_by_one(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> Any:
+def _one_by_one(waits: HeldReceives, post: Call, transfers: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
     with _off_where_it_fails():
@@ -87,7 +80,7 @@ def _one_by_one(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> A
         dist.irecv = receive
 
 
-def _receiving(receive: Post) -> Post:
+def _receiving(receive: Call) -> Call:
     def irecv(*, src: int, **kwargs: Any) -> Any:
         waits = attached.waits
         with contextlib.ExitStack() as stack:
@@ -99,7 +92,7 @@ def _receiving(receive: Post) -> Post:
     return irecv
 
 
-def _batched(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> Any:
+def _batched(waits: HeldReceives, post: Call, transfers: dict[str, Any]) -> Any:
     sides = [side for side in _SIDES if any(transfers[f"tensor_{way}_{side}"] is not None for way in ("send", "recv"))]
     with contextlib.ExitStack() as stack:
         with _off_where_it_fails():
@@ -114,8 +107,8 @@ def _batched(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> Any:
 def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied:
         raise PatchError("patch 'free_waits' must be applied before 'p2p_communicator', which watches its waits")
-    wrap(stack, *_POST.resolve(), _while_held, _one_by_one)
-    wrap(stack, *_POST_BATCHED.resolve(), _while_held, _batched)
+    around(stack, *_POST.resolve(), _while_held, _one_by_one)
+    around(stack, *_POST_BATCHED.resolve(), _while_held, _batched)
     stack.callback(attached.wait_usually)
 
 

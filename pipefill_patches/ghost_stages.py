@@ -29,7 +29,7 @@ from pipefill_patches.arguments import PARSE
 from pipefill_patches.ghost_flags import GhostSettings
 from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits
 from pipefill_patches.p2p_communicator import POST, POST_BATCHED, TRANSFERS
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, around
 from pipefill_patches.schedules import BACKWARD, FORWARD
 
 _TRAIN = Target(
@@ -110,7 +110,7 @@ class _Ghosts(Callback):
         for flag, row in (("forward", self._forward_ns), ("backward", self._backward_ns)):
             if len(row) not in (1, stages * chunks):
                 raise ConfigError(
-                    f"--fill-ghost-{flag}-ms has {len(row)} values: expected 1, or {stages * chunks} for "
+                    f"--{flag}-ms has {len(row)} values: expected 1, or {stages * chunks} for "
                     f"{stages} stages of {chunks} chunks"
                 )
             rows.append(row * (1 if len(row) > 1 else stages * chunks))
@@ -122,7 +122,7 @@ class _Ghosts(Callback):
         )
         return ghost_waits(schedule, costs, self._settings.stage)
 
-    def timed(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def timed(self, name: str, run: Call, args: Any, kwargs: Any) -> Any:
         """Run a pass; in the measuring iterations, record its duration on the device."""
         import torch
 
@@ -208,40 +208,31 @@ def _install(stack: contextlib.ExitStack) -> None:
         raise PatchError("patch 'ghost_stages' must be applied before 'p2p_communicator' and 'training_loop'")
     ghosts: list[_Ghosts] = []  # has one element once the flags are parsed
 
-    def parsing(parse: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Namespace:
-            parsed = parse(*args, **kwargs)
-            assert ghost_flags.requested is not None  # else the patch is not applied
-            settings = GhostSettings.from_args(ghost_flags.requested, parsed, cpu_backend.PATCH.applied)
-            ghosts[:] = [_Ghosts(settings, parsed)]
-            return parsed
+    def parsing(parse: Call, /, *args: Any, **kwargs: Any) -> Namespace:
+        parsed = parse(*args, **kwargs)
+        assert ghost_flags.requested is not None  # else the patch is not applied
+        settings = GhostSettings.from_args(ghost_flags.requested, parsed, cpu_backend.PATCH.applied)
+        ghosts[:] = [_Ghosts(settings, parsed)]
+        return parsed
 
-        return run
+    def training(train: Call, /, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(train).bind(*args, **kwargs).arguments
+        ghosts[0].begin_training(given["model"], given["config"])
+        try:
+            result = train(*args, **kwargs)
+        finally:
+            bus.callbacks.remove(ghosts[0])
+        print(f"PipeFill: ghosts: {ghosts[0].told_weights(given['model'])}", flush=True)
+        return result
 
-    def training(train: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(train).bind(*args, **kwargs).arguments
-            ghosts[0].begin_training(given["model"], given["config"])
-            try:
-                result = train(*args, **kwargs)
-            finally:
-                bus.callbacks.remove(ghosts[0])
-            print(f"PipeFill: ghosts: {ghosts[0].told_weights(given['model'])}", flush=True)
-            return result
+    def timed(compute: Call, kind: str, /, *args: Any, **kwargs: Any) -> Any:
+        return ghosts[0].timed(kind, compute, args, kwargs)
 
-        return run
+    def posting(_: Call, method: str, /, **kwargs: Any) -> Any:
+        tensors = {name.removeprefix("tensor_"): kwargs[name] for name in TRANSFERS if kwargs.get(name) is not None}
+        return getattr(ghosts[0], method)(tensors)
 
-    def timed(compute: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: ghosts[0].timed(kind, compute, args, kwargs)
-
-    def posting(_: Callable[..., Any], method: str) -> Callable[..., Any]:
-        def run(**kwargs: Any) -> Any:
-            tensors = {name.removeprefix("tensor_"): kwargs[name] for name in TRANSFERS if kwargs.get(name) is not None}
-            return getattr(ghosts[0], method)(tensors)
-
-        return run
-
-    def draining(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def draining(call: Call, name: str) -> Call:
         def run(group: Any, *args: Any, **kwargs: Any) -> Any:
             if ghosts and bus.in_drain and collectives.blocks(name, args, kwargs) and collectives.spans_stages(group):
                 ghosts[0].drain()
@@ -249,14 +240,14 @@ def _install(stack: contextlib.ExitStack) -> None:
 
         return run
 
-    wrap(stack, *PARSE.resolve(), parsing)
-    wrap(stack, *_TRAIN.resolve(), training)
+    around(stack, *PARSE.resolve(), parsing)
+    around(stack, *_TRAIN.resolve(), training)
     # --exit-signal-handler gathers the signals of all ranks.
-    wrap(stack, *_GATHER.resolve(), lambda _: lambda item, *args, **kwargs: [item])
-    wrap(stack, *FORWARD.resolve(), timed, "forward")
-    wrap(stack, *BACKWARD.resolve(), timed, "backward")
-    wrap(stack, *POST.resolve(), posting, "post")
-    wrap(stack, *POST_BATCHED.resolve(), posting, "post_batched")
+    around(stack, *_GATHER.resolve(), lambda _, item, *args, **kwargs: [item])
+    around(stack, *FORWARD.resolve(), timed, "forward")
+    around(stack, *BACKWARD.resolve(), timed, "backward")
+    around(stack, *POST.resolve(), posting, "post")
+    around(stack, *POST_BATCHED.resolve(), posting, "post_batched")
     collectives.wrap_calls(stack, draining)
 
 

@@ -13,13 +13,13 @@ It is for trials on one GPU, and applied only on ``PIPEFILL_HOST_P2P=1``, with `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.fill.errors import ConfigError, PatchError
 from pipefill_patches import p2p_communicator
 from pipefill_patches.p2p_communicator import POST, POST_BATCHED, TRANSFERS
-from pipefill_patches.patch import Patch, Target, replace, wrap
+from pipefill_patches.patch import Call, Patch, Target, around, replace
 
 _REDUCE = Target(
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
@@ -58,22 +58,19 @@ class _StagedRequest:
         return getattr(self._request, name)
 
 
-def _through_host(post: Callable[..., Any]) -> Callable[..., Any]:
-    def run(**kwargs: Any) -> Any:
-        copies: dict[str, tuple[Any, Any]] = {}  # copy and target of each transfer, by the request's name
-        for name in TRANSFERS:
-            tensor = kwargs[name]
-            if tensor is not None:
-                key = name.removeprefix("tensor_")
-                kwargs[name], target = _stage(tensor, received=key.startswith("recv"))
-                copies[key] = kwargs[name], target
-        requests = post(**kwargs)
-        if isinstance(requests, dict):
-            return {key: _StagedRequest(request, *copies[key]) for key, request in requests.items()}
-        # gloo has one request for each transfer.
-        return [_StagedRequest(request, *copy) for request, copy in zip(requests, copies.values(), strict=True)]
-
-    return run
+def _through_host(post: Call, /, **kwargs: Any) -> Any:
+    copies: dict[str, tuple[Any, Any]] = {}  # copy and target of each transfer, by the request's name
+    for name in TRANSFERS:
+        tensor = kwargs[name]
+        if tensor is not None:
+            key = name.removeprefix("tensor_")
+            kwargs[name], target = _stage(tensor, received=key.startswith("recv"))
+            copies[key] = kwargs[name], target
+    requests = post(**kwargs)
+    if isinstance(requests, dict):
+        return {key: _StagedRequest(request, *copies[key]) for key, request in requests.items()}
+    # gloo has one request for each transfer.
+    return [_StagedRequest(request, *copy) for request, copy in zip(requests, copies.values(), strict=True)]
 
 
 def _stage(tensor: Any, received: bool) -> tuple[Any, Any]:
@@ -99,17 +96,13 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = 
     yield
 
 
-def _unless_alone(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all-reduce: a blocking one in a group of one rank does nothing (gloo would copy through the host)."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group") or (args[2] if len(args) > 2 else None)
-        waits = not (kwargs.get("async_op") or (len(args) > 3 and args[3]))
-        if group is not None and waits and group.size() == 1:
-            return None
-        return all_reduce(*args, **kwargs)
-
-    return run
+def _unless_alone(all_reduce: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """Reduce, but do nothing if the call blocks and its group is of one rank (gloo would copy through the host)."""
+    group = kwargs.get("group") or (args[2] if len(args) > 2 else None)
+    waits = not (kwargs.get("async_op") or (len(args) > 3 and args[3]))
+    if group is not None and waits and group.size() == 1:
+        return None
+    return all_reduce(*args, **kwargs)
 
 
 def _install(stack: contextlib.ExitStack) -> None:
@@ -117,10 +110,10 @@ def _install(stack: contextlib.ExitStack) -> None:
         raise PatchError("patch 'host_p2p' must be applied before 'p2p_communicator', which watches its waits")
     from megatron.core.distributed import param_and_grad_buffer
 
-    wrap(stack, *POST.resolve(), _through_host)
-    wrap(stack, *POST_BATCHED.resolve(), _through_host)
+    around(stack, *POST.resolve(), _through_host)
+    around(stack, *POST_BATCHED.resolve(), _through_host)
     replace(stack, param_and_grad_buffer, "_coalescing_manager", _one_by_one)
-    wrap(stack, *_ALL_REDUCE.resolve(), _unless_alone)
+    around(stack, *_ALL_REDUCE.resolve(), _unless_alone)
 
 
 PATCH = Patch("host_p2p", _install, (POST, POST_BATCHED, _REDUCE, _ALL_REDUCE))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import Patch, Target, replace, wrap
+from pipefill_patches.patch import Call, Patch, Target, around, replace, wrap
 from pipefill_patches.schedules import PLAIN, spanned
 
 _PIPELINE = "megatron.core.pipeline_parallel.multimodule_communicator:MultiModulePipelineCommunicator"
@@ -178,45 +178,37 @@ class Inlet:
         return self._kept.popleft()
 
 
-def _joined(build: Callable[..., Any]) -> Callable[..., Any]:
-    def build_and_join(self: Any) -> None:
-        build(self)
-        depths = _depths(self)
-        after = {name: stages_after(self.topology, depths, name) for name in depths}
-        for module, its in self.rank_module_map.items():
-            out, into = its.bridge_comms_as_src_module, its.bridge_comms_as_dest_module
-            if len(out) > 1:
-                near = sorted(out, key=lambda bridge: -after[bridge.dest_module_name] - depths[bridge.dest_module_name])
-                its.bridge_comms_as_src_module = [FanOut(near)]
-            begins = after[module] + depths[module]
-            ahead = sorted(
-                ((bridge, after[bridge.src_module_name] - begins) for bridge in into), key=lambda one: one[1]
-            )
-            if any(by for _, by in ahead):
-                its.bridge_comms_as_dest_module = FanIn(ahead).inlets
-
-    return build_and_join
+def _joined(build: Callable[[Any], None], communicator: Any) -> None:
+    build(communicator)
+    depths = _depths(communicator)
+    after = {name: stages_after(communicator.topology, depths, name) for name in depths}
+    for module, its in communicator.rank_module_map.items():
+        out, into = its.bridge_comms_as_src_module, its.bridge_comms_as_dest_module
+        if len(out) > 1:
+            near = sorted(out, key=lambda bridge: -after[bridge.dest_module_name] - depths[bridge.dest_module_name])
+            its.bridge_comms_as_src_module = [FanOut(near)]
+        begins = after[module] + depths[module]
+        ahead = sorted(((bridge, after[bridge.src_module_name] - begins) for bridge in into), key=lambda one: one[1])
+        if any(by for _, by in ahead):
+            its.bridge_comms_as_dest_module = FanIn(ahead).inlets
 
 
-def _with_pipeline(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    def run(**kwargs: Any) -> Any:
-        used = _Used.pipeline
-        if used is not None and kwargs.get("p2p_communicator") is None and kwargs.get("pg_collection") is None:
-            kwargs |= {"p2p_communicator": used.communicator, "pg_collection": used.groups}
-        for its in getattr(kwargs.get("p2p_communicator"), "rank_module_map", {}).values():
-            for bridge in its.bridge_comms_as_dest_module[:1]:
-                if isinstance(bridge, Inlet):
-                    bridge.fan.begin(kwargs["num_microbatches"])
-        return schedule(**kwargs)
-
-    return run
+def _with_pipeline(schedule: Call, /, **kwargs: Any) -> Any:
+    used = _Used.pipeline
+    if used is not None and kwargs.get("p2p_communicator") is None and kwargs.get("pg_collection") is None:
+        kwargs |= {"p2p_communicator": used.communicator, "pg_collection": used.groups}
+    for its in getattr(kwargs.get("p2p_communicator"), "rank_module_map", {}).values():
+        for bridge in its.bridge_comms_as_dest_module[:1]:
+            if isinstance(bridge, Inlet):
+                bridge.fan.begin(kwargs["num_microbatches"])
+    return schedule(**kwargs)
 
 
 def _install(stack: contextlib.ExitStack) -> None:
     owner, name = _STAGE.resolve()
     replace(stack, owner, name, property(_current_stage))
-    wrap(stack, *_BUILD.resolve(), _joined)
-    wrap(stack, *_SCHEDULE.resolve(), _with_pipeline)
+    around(stack, *_BUILD.resolve(), _joined)
+    around(stack, *_SCHEDULE.resolve(), _with_pipeline)
     wrap(stack, *_BACKWARD.resolve(), spanned, bus.backward)
     stack.callback(use, None)
 

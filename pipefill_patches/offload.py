@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.fill.attached import attached
 from megatron.fill.hooks import Callback, bus
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, around
 
 _SETUP = Target("megatron.training.training:setup_model_and_optimizer", ())  # its arguments are only passed on
 _OFFLOAD = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu", ("self",))
@@ -96,7 +96,7 @@ class OffloadedOptimizer(Callback):
 
         self._moving = self._thread.submit(on_stream)
 
-    def _with_state(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_state(self, method: Call) -> Call:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             self._bring_back()
@@ -129,18 +129,15 @@ def _state(optimizer: Any) -> Iterator[Any]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    def with_offload(setup: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = setup(*args, **kwargs)
-            if result[1] is not None and attached.offload_pays is not None:
-                offloaded = OffloadedOptimizer(result[1], attached.offload_pays)
-                bus.callbacks.append(offloaded)
-                stack.callback(bus.callbacks.remove, offloaded)
-            return result
+    def with_offload(setup: Call, /, *args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        if result[1] is not None and attached.offload_pays is not None:
+            offloaded = OffloadedOptimizer(result[1], attached.offload_pays)
+            bus.callbacks.append(offloaded)
+            stack.callback(bus.callbacks.remove, offloaded)
+        return result
 
-        return run
-
-    wrap(stack, *_SETUP.resolve(), with_offload)
+    around(stack, *_SETUP.resolve(), with_offload)
 
 
 PATCH = Patch("offload", _install, (_SETUP, _OFFLOAD, _RESTORE))

@@ -11,11 +11,10 @@ and each of their waits is a separate bubble.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, wrap
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _COMMUNICATE = Target(
@@ -42,7 +41,7 @@ class Transfers:
     def __init__(self) -> None:
         self.waits = self.for_backward = False
 
-    def communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def communicate(self, original: Call) -> Call:
         def communicate(this: Any, *, recv_next: bool, wait_on_reqs: bool = True, **kwargs: Any) -> Any:
             self.waits, self.for_backward = wait_on_reqs, recv_next
             try:
@@ -53,7 +52,7 @@ class Transfers:
 
         return communicate
 
-    def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def exchange(self, original: Call) -> Call:
         def communicate_shapes(*args: Any, **kwargs: Any) -> Any:
             bus.open(for_backward=self.for_backward)
             try:
@@ -64,7 +63,7 @@ class Transfers:
 
         return communicate_shapes
 
-    def post(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def post(self, original: Call) -> Call:
         def post(**kwargs: Any) -> Any:
             requests, closes = original(**kwargs), not self.waits
             if isinstance(requests, dict):

@@ -26,6 +26,8 @@ from pipefill_patches.versions import TESTED
 
 logger = logging.getLogger("pipefill")
 
+type Call = Callable[..., Any]  # a function that is patched, or called in its place
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -106,10 +108,7 @@ class Patch:
     """
 
     def __init__(
-        self,
-        name: str,
-        install: Callable[[contextlib.ExitStack], None],
-        targets: tuple[Target, ...] = (),
+        self, name: str, install: Callable[[contextlib.ExitStack], None], targets: tuple[Target, ...] = ()
     ) -> None:
         self.name = name
         self.targets = targets
@@ -167,7 +166,15 @@ def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
     stack.callback(undo)
 
 
-def wrap(stack: contextlib.ExitStack, owner: Any, name: str, wrapper: Callable[..., Any], *args: Any) -> None:
+def wrap(stack: contextlib.ExitStack, owner: Any, name: str, wrapper: Call, *args: Any) -> None:
     """Replace a function by ``wrapper(function, *args)``, which gets its name, until the stack is closed."""
     original = getattr(owner, name)
     replace(stack, owner, name, functools.update_wrapper(wrapper(original, *args), original))
+
+
+def around(stack: contextlib.ExitStack, owner: Any, name: str, call: Call, *first: Any) -> None:
+    """Have ``call(function, *first, ...)`` called in the place of a function, until the stack is closed.
+
+    For what is called often, ``wrap`` is faster.
+    """
+    wrap(stack, owner, name, lambda original: lambda *args, **kwargs: call(original, *first, *args, **kwargs))

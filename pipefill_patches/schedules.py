@@ -17,7 +17,7 @@ from megatron.fill.account import HOST
 from megatron.fill.errors import PatchError
 from megatron.fill.hooks import bus
 from megatron.fill.types import CycleKey
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, around, wrap
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"
 _KEYWORDS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
@@ -30,23 +30,20 @@ _DEPTH = Target(PLAIN.path, PLAIN.parameters, uses=("P2PCommunicator", "total_st
 _COMMUNICATOR = Target(f"{_MODULE}:P2PCommunicator.__init__", ("self", "pp_group", "config"))
 
 
-def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any]:
-    def run(**kwargs: Any) -> Any:
-        model = kwargs["model"]
-        chunks = len(model) if isinstance(model, list) else 1
-        name = "graph" if hasattr(kwargs.get("p2p_communicator"), "rank_module_map") else schedule
-        bus.begin_schedule(CycleKey(name, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
-        depth = bus.account.enter(bus.computing(HOST))
-        try:
-            return original(**kwargs)
-        finally:
-            bus.account.leave(depth)
-            bus.end_schedule()
-
-    return run
+def _bracketed(original: Call, schedule: str, /, **kwargs: Any) -> Any:
+    model = kwargs["model"]
+    chunks = len(model) if isinstance(model, list) else 1
+    name = "graph" if hasattr(kwargs.get("p2p_communicator"), "rank_module_map") else schedule
+    bus.begin_schedule(CycleKey(name, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
+    depth = bus.account.enter(bus.computing(HOST))
+    try:
+        return original(**kwargs)
+    finally:
+        bus.account.leave(depth)
+        bus.end_schedule()
 
 
-def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
+def spanned(original: Call, report: Callable[[int], None]) -> Call:
     """Wrap a pass; after it has ended, ``report`` (of the bus) is called with the time of its start."""
     account = bus.account
 
@@ -64,54 +61,45 @@ def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Call
     return run
 
 
-def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a combined forward and backward (``--overlap-moe-expert-parallel-comm``); a call may have only one."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        start_ns = time.monotonic_ns()
-        backward = kwargs.get("b_virtual_microbatch_id") is not None
-        with bus.in_pass, bus.account.within(bus.computing("backward" if backward else "forward")):
-            result = original(*args, **kwargs)
-        if kwargs.get("f_virtual_microbatch_id") is not None:
-            bus.forward(start_ns)
-        if backward:
-            bus.backward(start_ns)
-        return result
-
-    return run
+def _combined(original: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a combined forward and backward (``--overlap-moe-expert-parallel-comm``); a call may have only one."""
+    start_ns = time.monotonic_ns()
+    backward = kwargs.get("b_virtual_microbatch_id") is not None
+    with bus.in_pass, bus.account.within(bus.computing("backward" if backward else "forward")):
+        result = original(*args, **kwargs)
+    if kwargs.get("f_virtual_microbatch_id") is not None:
+        bus.forward(start_ns)
+    if backward:
+        bus.backward(start_ns)
+    return result
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    wrap(stack, *PLAIN.resolve(), _bracketed, "1f1b")
-    wrap(stack, *_INTERLEAVED.resolve(), _bracketed, "interleaved")
+    around(stack, *PLAIN.resolve(), _bracketed, "1f1b")
+    around(stack, *_INTERLEAVED.resolve(), _bracketed, "interleaved")
     wrap(stack, *FORWARD.resolve(), spanned, bus.forward)
     wrap(stack, *BACKWARD.resolve(), spanned, bus.backward)
-    wrap(stack, *_COMBINED.resolve(), _combined)
+    around(stack, *_COMBINED.resolve(), _combined)
 
 
 PATCH = Patch("schedules", _install, (PLAIN, _INTERLEAVED, FORWARD, BACKWARD, _COMBINED))
 
 
-def _gpipe(schedule: Callable[..., Any]) -> Callable[..., Any]:
+def _gpipe(schedule: Call, /, **kwargs: Any) -> Any:
+    if kwargs.get("p2p_communicator") is not None or kwargs.get("pg_collection") is not None:
+        raise PatchError("--fill-pipeline-schedule gpipe does not support multi-module pipelines")
+    # The schedule creates its communicator itself, from the class with this name, and the process groups too.
     module, _ = PLAIN.resolve()
-    one_forward_one_backward = inspect.unwrap(schedule)
-    communicator_class, _ = _COMMUNICATOR.resolve()
-
-    def forward_backward_gpipe(**kwargs: Any) -> Any:
-        if kwargs.get("p2p_communicator") is not None or kwargs.get("pg_collection") is not None:
-            raise PatchError("--fill-pipeline-schedule gpipe does not support multi-module pipelines")
-        # The schedule creates its communicator itself, from the class with this name, and the process groups too.
-        module.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
-        try:
-            return one_forward_one_backward(**kwargs)
-        finally:
-            module.P2PCommunicator = communicator_class
-
-    return _bracketed(forward_backward_gpipe, "gpipe")
+    communicator_class = module.P2PCommunicator
+    module.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
+    try:
+        return _bracketed(inspect.unwrap(schedule), "gpipe", **kwargs)
+    finally:
+        module.P2PCommunicator = communicator_class
 
 
 def _install_gpipe(stack: contextlib.ExitStack) -> None:
-    wrap(stack, *PLAIN.resolve(), _gpipe)
+    around(stack, *PLAIN.resolve(), _gpipe)
 
 
 @functools.cache

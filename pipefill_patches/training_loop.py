@@ -16,7 +16,7 @@ from megatron.fill.hooks import bus
 from megatron.fill.launcher import local_rank, ranks_here
 from megatron.fill.types import RankInfo
 from pipefill_patches import collectives, cpu_backend
-from pipefill_patches.patch import Patch, Target, wrap
+from pipefill_patches.patch import Call, Patch, Target, around, wrap
 
 logger = logging.getLogger("pipefill")
 
@@ -74,54 +74,43 @@ def _timers() -> dict[str, float]:
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    wrap(stack, *_TRAIN_STEP.resolve(), _watched)
+    around(stack, *_TRAIN_STEP.resolve(), _watched)
     for target, reason in ((_EVALUATE, EVALUATION), (_SAVE, "checkpoint"), (_CAPTURE, "graph capture")):
-        wrap(stack, *target.resolve(), _disturbing, reason)
+        around(stack, *target.resolve(), _disturbing, reason)
     _install_account(stack)
-    wrap(stack, *_INITIALIZE.resolve(), _starting)
-    wrap(stack, *_LOG.resolve(), _logging_figures)
+    around(stack, *_INITIALIZE.resolve(), _starting)
+    around(stack, *_LOG.resolve(), _logging_figures)
     collectives.install(stack)
 
 
-def _watched(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    accounted = _accounted(train_step, HOST)
+def _watched(train_step: Call, /, *args: Any, **kwargs: Any) -> Any:
+    iteration = (kwargs.get("iteration") or 0) + 1
+    attached.iteration_began(iteration)
+    bus.begin_iteration(iteration)
+    try:
+        return _accounted(train_step, HOST, False, *args, **kwargs)
+    finally:
+        bus.end_iteration()
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        iteration = (kwargs.get("iteration") or 0) + 1
-        attached.iteration_began(iteration)
-        bus.begin_iteration(iteration)
+
+def _starting(initialize: Call, /, *args: Any, **kwargs: Any) -> Any:
+    result = initialize(*args, **kwargs)
+    from megatron.training import get_args
+
+    bus.account.timers = _timers
+    attached.started(_rank_info(), get_args())
+    return result
+
+
+def _logging_figures(log: Call, /, *args: Any, **kwargs: Any) -> Any:
+    result = log(*args, **kwargs)
+    if attached.figures is not None:
         try:
-            return accounted(*args, **kwargs)
-        finally:
-            bus.end_iteration()
-
-    return run
-
-
-def _starting(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = initialize(*args, **kwargs)
-        from megatron.training import get_args
-
-        bus.account.timers = _timers
-        attached.started(_rank_info(), get_args())
-        return result
-
-    return run
-
-
-def _logging_figures(log: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = log(*args, **kwargs)
-        if attached.figures is not None:
-            try:
-                _write_figures(kwargs["iteration"] if "iteration" in kwargs else args[3])
-            except Exception:
-                attached.figures = None
-                logger.exception("the figures of filling cannot be written any more; the training goes on")
-        return result
-
-    return run
+            _write_figures(kwargs["iteration"] if "iteration" in kwargs else args[3])
+        except Exception:
+            attached.figures = None
+            logger.exception("the figures of filling cannot be written any more; the training goes on")
+    return result
 
 
 def _write_figures(iteration: int) -> None:
@@ -142,7 +131,7 @@ def _write_figures(iteration: int) -> None:
 
 def _install_account(stack: contextlib.ExitStack) -> None:
     """Bracket what a training does outside of passes and waits."""
-    wrap(stack, *_TRAIN.resolve(), _looped)
+    around(stack, *_TRAIN.resolve(), _looped)
     for target, what, whole in (
         (_EVALUATE, EVALUATION, False),
         (_SAVE, "save", True),
@@ -152,59 +141,44 @@ def _install_account(stack: contextlib.ExitStack) -> None:
         (_ZERO_GRADIENTS, "gradients", False),
         (_NEXT_BATCH, "data loading", True),
     ):
-        wrap(stack, *target.resolve(), _accounted, what, whole)
+        around(stack, *target.resolve(), _accounted, what, whole)
     wrap(stack, *_SAVE.resolve(), bus.saving())
-    wrap(stack, os, "fsync", _waiting, bus.wait_in_save)
-    wrap(stack, *_NEXT_BATCH.resolve(), _waiting, bus.wait_for_batch)
+    around(stack, os, "fsync", _waiting, bus.wait_in_save)
+    around(stack, *_NEXT_BATCH.resolve(), _waiting, bus.wait_for_batch)
     base, _ = _OPTIMIZER.resolve()
     kinds = [base]
     for kind in kinds:
         kinds += kind.__subclasses__()
         for name, what in (("step", "optimizer"), ("zero_grad", "gradients")):
             if name in vars(kind):
-                wrap(stack, kind, name, _accounted, what)
+                around(stack, kind, name, _accounted, what, False)
 
 
-def _looped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the training loop, which belongs to the start-up until its first iteration."""
-    in_start, later = _accounted(original, START), _accounted(original, LOOP)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (later if bus.account.settled else in_start)(*args, **kwargs)
-
-    return run
+def _looped(train: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the training loop, which belongs to the start-up until its first iteration."""
+    return _accounted(train, LOOP if bus.account.settled else START, False, *args, **kwargs)
 
 
-def _accounted(original: Callable[..., Any], what: str, whole: bool = False) -> Callable[..., Any]:
+def _accounted(original: Call, what: str, whole: bool, /, *args: Any, **kwargs: Any) -> Any:
     account = bus.account
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if account.thread != get_ident():
-            return original(*args, **kwargs)
-        depth = account.enter(what, whole=whole)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            account.leave(depth)
-
-    return run
+    if account.thread != get_ident():
+        return original(*args, **kwargs)
+    depth = account.enter(what, whole=whole)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        account.leave(depth)
 
 
-def _waiting(original: Callable[..., Any], wait: Callable[[Callable[[], Any]], Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return wait(functools.partial(original, *args, **kwargs))
-
-    return run
+def _waiting(original: Call, wait: Callable[[Callable[[], Any]], Any], /, *args: Any, **kwargs: Any) -> Any:
+    return wait(functools.partial(original, *args, **kwargs))
 
 
-def _disturbing(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            bus.disturb(reason)
-
-    return run
+def _disturbing(original: Call, reason: str, /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(*args, **kwargs)
+    finally:
+        bus.disturb(reason)
 
 
 PATCH = Patch("training_loop", _install, (_TRAIN, _TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE, _LOG))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import importlib.util
 import os
@@ -22,7 +21,7 @@ import torch
 
 from megatron.fill.errors import PatchError
 from pipefill_patches import arguments
-from pipefill_patches.patch import Patch, Target, replace, wrap
+from pipefill_patches.patch import Call, Patch, Target, around
 
 # The module that a parser's default needs, the dest, its default without the module, and the equivalent flag.
 _NEEDS: tuple[tuple[str, str, Any, str], ...] = (
@@ -53,30 +52,22 @@ def _can_import(name: str) -> bool:
     return True
 
 
-def _with_what_there_is(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``add_megatron_arguments`` to change the defaults that need missing modules; flags override them."""
-
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_arguments(parser)
-        lacks = {name for name in dict.fromkeys(need for need, *_ in _NEEDS) if not _can_import(name)}
-        chosen = [(dest, value, flag) for need, dest, value, flag in _NEEDS if need in lacks]
-        set_defaults(parser, {dest: value for dest, value, _ in chosen}, PATCH)
-        if chosen and os.environ.get("RANK", "0") == "0":
-            flags = " ".join(flag for *_, flag in chosen)
-            print(f"PipeFill: no {', '.join(sorted(lacks))} here, so Megatron's defaults are {flags}", flush=True)
-        return parser
-
-    return add_megatron_arguments
+def _with_what_there_is(add: Call, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Change the defaults that need missing modules; flags override them."""
+    parser = add(parser)
+    lacks = {name for name in dict.fromkeys(need for need, *_ in _NEEDS) if not _can_import(name)}
+    chosen = [(dest, value, flag) for need, dest, value, flag in _NEEDS if need in lacks]
+    set_defaults(parser, {dest: value for dest, value, _ in chosen}, PATCH)
+    if chosen and os.environ.get("RANK", "0") == "0":
+        flags = " ".join(flag for *_, flag in chosen)
+        print(f"PipeFill: no {', '.join(sorted(lacks))} here, so Megatron's defaults are {flags}", flush=True)
+    return parser
 
 
-def unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """Wrap ``compile_helpers`` to do nothing if the compiled helper is installed, as from the wheel."""
-
-    def wrapper() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    return wrapper
+def unless_shipped(compile_helpers: Callable[[], None]) -> None:
+    """Compile the dataset helper unless it is installed, as from the wheel."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        compile_helpers()
 
 
 def resumable_adam(stack: contextlib.ExitStack) -> None:
@@ -91,35 +82,37 @@ def resumable_adam(stack: contextlib.ExitStack) -> None:
 
     if HAVE_APEX_OR_TE:
         return
-    sharded_state_dict, load_state_dict = Optimizer.sharded_state_dict, Optimizer.load_state_dict
-    set_states = Optimizer._set_main_param_and_optimizer_states
 
-    @functools.wraps(sharded_state_dict)
-    def with_states(self: Any, model: Any = MappingProxyType({}), is_loading: bool = False, **kwargs: Any) -> Any:
-        if is_loading and not self.optimizer.state:
-            self._init_optimizer_states_with_dummy_values()
-        return sharded_state_dict(self, model, is_loading, **kwargs)
+    def with_states(
+        sharded: Call,
+        this: Any,
+        /,
+        model: Any = MappingProxyType({}),
+        is_loading: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if is_loading and not this.optimizer.state:
+            this._init_optimizer_states_with_dummy_values()
+        return sharded(this, model, is_loading, **kwargs)
 
-    @functools.wraps(load_state_dict)
-    def with_own_steps(self: Any, state_dict: Any) -> None:
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
+    def with_own_steps(load: Call, this: Any, state_dict: Any) -> None:
+        load(this, state_dict)
+        for state in this.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
 
-    @functools.wraps(set_states)
-    def without_grad(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    def without_grad(set_states: Call, this: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         with torch.no_grad():
-            set_states(self, model_param, {**tensors, "step": None})
+            set_states(this, model_param, {**tensors, "step": None})
 
-    replace(stack, Optimizer, "sharded_state_dict", with_states)
-    replace(stack, Optimizer, "load_state_dict", with_own_steps)
-    replace(stack, Optimizer, "_set_main_param_and_optimizer_states", without_grad)
+    around(stack, Optimizer, "sharded_state_dict", with_states)
+    around(stack, Optimizer, "load_state_dict", with_own_steps)
+    around(stack, Optimizer, "_set_main_param_and_optimizer_states", without_grad)
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    wrap(stack, *COMPILE.resolve(), unless_shipped)
-    wrap(stack, *arguments.ADD.resolve(), _with_what_there_is)
+    around(stack, *COMPILE.resolve(), unless_shipped)
+    around(stack, *arguments.ADD.resolve(), _with_what_there_is)
     resumable_adam(stack)
 
 

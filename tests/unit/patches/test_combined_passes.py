@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron.fill.hooks import BubbleBus
 from megatron.fill.types import CycleKey
 from pipefill_patches import schedules
@@ -10,7 +12,7 @@ from pipefill_patches import schedules
 def test_the_drain_begins_after_the_last_backward(monkeypatch):
     bus = BubbleBus()
     monkeypatch.setattr(schedules, "bus", bus)
-    combined = schedules._combined(lambda config, **_virtual: config)
+    combined = partial(schedules._combined, lambda config, **_virtual: config)
     bus.begin_iteration(1)
     bus.begin_schedule(CycleKey("interleaved", 2, 1, False))
     drains = []
