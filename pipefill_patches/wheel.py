@@ -84,12 +84,7 @@ def resumable_adam(stack: contextlib.ExitStack) -> None:
         return
 
     def with_states(
-        sharded: Call,
-        this: Any,
-        /,
-        model: Any = MappingProxyType({}),
-        is_loading: bool = False,
-        **kwargs: Any,
+        sharded: Call, this: Any, /, model: Any = MappingProxyType({}), is_loading: bool = False, **kwargs: Any
     ) -> Any:
         if is_loading and not this.optimizer.state:
             this._init_optimizer_states_with_dummy_values()

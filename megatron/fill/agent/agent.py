@@ -46,7 +46,7 @@ from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage, Figures, RunState
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.lastword import LastWord
-from megatron.fill.pages.watcher import ControlWatcher
+from megatron.fill.pages.watcher import watch_control
 from megatron.fill.records.agent import AgentFile
 from megatron.fill.records.live import LiveSegment
 from megatron.fill.records.segment import last_segment
@@ -262,7 +262,7 @@ class Agent:
         """Serve until the training is over."""
         context = self.context
         context.claims.start()
-        ControlWatcher(context.control, self._control_changed).start()
+        watch_control(context.control, self._control_changed)
         threading.Thread(target=self._show, name="records", daemon=True).start()
         threading.Thread(target=self._settle, name="settling", daemon=True).start()
         threads = [

@@ -316,7 +316,7 @@ def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
         steps=before.steps + log.step_count,
         harvested_s=before.harvested_s + log.device_ns / 1e9,
         checkpoint_s=log.checkpoint_s or before.checkpoint_s,
-        resumable=log.resumable,
+        resumable=bool(log.resumable),
         startup_s=startup_s if 0 <= startup_s <= elapsed_s else None,
         failures=before.failures,
     )

@@ -58,41 +58,28 @@ class Baton:
         futex.wait(self._address, seen & 0xFFFFFFFF, LOOK_AGAIN_NS)  # a timeout, since the holder may die
 
 
-class TailGate:
-    """The tail job's view of the gate (GateReader): a bubble opens when the resident job is done with it."""
+class TailGate(SharedGateReader):
+    """The tail job's view of the gate: a bubble opens when the resident job is done with it."""
 
-    def __init__(self, gate: SharedGateReader, baton: Baton) -> None:
-        self._gate = gate
+    def __init__(self, fd: int, baton: Baton) -> None:
+        super().__init__(fd)
         self._baton = baton
         self._seen = baton.seq
 
     def wait(self, after_seq: int) -> OpenBubble | None:
         if not self._baton.held:
-            bubble = self._gate.wait(after_seq)
+            bubble = super().wait(after_seq)
             return None if self._baton.held else bubble
         if self._baton.seq == self._seen:
             self._baton.wait(self._seen)
         bubble = None
         if self._baton.seq != self._seen:
             self._seen = self._baton.seq
-            bubble = self._gate.current(after_seq)
+            bubble = self.current(after_seq)
         if bubble is None:
             # The other job can write anything here, and must not make this one spin outside of bubbles.
             time.sleep(futex.NAP_S)
         return bubble
 
-    def is_open(self, seq: int) -> bool:
-        return self._gate.is_open(seq)
-
-    def wait_change(self, seq: int, timeout_ns: int) -> None:
-        self._gate.wait_change(seq, timeout_ns)
-
-    def closed_ns(self, seq: int) -> int | None:
-        return self._gate.closed_ns(seq)
-
     def over_since(self, seq: int, until_ns: int) -> list[tuple[int, int]]:
         return []  # each was the resident job's first
-
-    @property
-    def ended(self) -> bool:
-        return self._gate.ended

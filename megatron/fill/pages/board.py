@@ -9,17 +9,13 @@ read-only.  Readers take no lock: one that meets a half-written cycle reads agai
 
 from __future__ import annotations
 
-import mmap
-
 from megatron.fill.linux import memfd
-from megatron.fill.pages.pulse import WORDS, Pulse, read_pulse, write_pulse
+from megatron.fill.pages.pulse import KINDS, WORDS, Pulse, read_pulse, write_pulse
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
-from megatron.fill.types import BubbleKind
 
 _MOST_SLOTS = 1024
 _PULSE = 3 + 3 * _MOST_SLOTS
 BOARD_BYTES = 8 * (_PULSE + WORDS)
-_KINDS = tuple(BubbleKind)
 
 
 class CycleBoard:
@@ -27,7 +23,8 @@ class CycleBoard:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = memfd.create("cycle", BOARD_BYTES, sealable=True) if fd is None else fd
-        self._words = memoryview(mmap.mmap(self.fd, BOARD_BYTES)).cast("Q")
+        page, _ = memfd.map_page(self.fd, BOARD_BYTES, writable=True)
+        self._words = page.cast("Q")
 
     def show(self, cycle: BubbleCycle) -> None:
         """Replace the cycle on the board.  Bubbles beyond the first 1024 are left out."""
@@ -36,7 +33,7 @@ class CycleBoard:
         words[0] += 1
         words[1], words[2] = cycle.period_ns, len(slots)
         for at, slot in enumerate(slots):
-            words[3 + 3 * at] = _KINDS.index(slot.kind)
+            words[3 + 3 * at] = KINDS.index(slot.kind)
             words[4 + 3 * at] = slot.duration_ns
             words[5 + 3 * at] = slot.free_bytes
         words[0] += 1
@@ -81,4 +78,4 @@ class CycleBoardReader:
         if words[0] != version:
             return None
         slots = zip(rows[0::3], rows[1::3], rows[2::3], strict=True)
-        return BubbleCycle(period_ns, tuple(BubbleSlot(_KINDS[kind], duration, free) for kind, duration, free in slots))
+        return BubbleCycle(period_ns, tuple(BubbleSlot(KINDS[kind], duration, free) for kind, duration, free in slots))

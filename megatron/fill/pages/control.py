@@ -35,9 +35,9 @@ from megatron.fill.folders import CONTROL
 from megatron.fill.linux import futex, memfd
 from megatron.fill.linux.files import write_text
 from megatron.fill.linux.tree import read_process
+from megatron.fill.pages.gate import LOOK_AGAIN_NS
 
 _PAGE_BYTES = 4096
-_LOOK_AGAIN_NS = 1_000_000_000
 _MAGIC = 0x50434F4E_00000001
 _WORD, _VERSION, _RANK, _PID, _AGENT, _ACKNOWLEDGED, _AGENT_BORN, _SETTLED, _ASKED, _FIGURES = range(10)
 _NAME = "control"
@@ -118,7 +118,7 @@ class ControlReader:
 
     def wait(self, word: int) -> None:
         """Sleep in the kernel until the word is not ``word`` or a signal comes, for at most a second."""
-        futex.wait(self._address, word, _LOOK_AGAIN_NS)  # a timeout: another process that maps the page may requeue us
+        futex.wait(self._address, word, LOOK_AGAIN_NS)  # a timeout: another process that maps the page may requeue us
 
 
 class ControlPage(ControlReader):

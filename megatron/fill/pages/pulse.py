@@ -17,7 +17,7 @@ from megatron.fill.types import BubbleKind
 WORDS = 8
 LOOK_S = 10.0  # period of the pulse
 _S = 1e9
-_KINDS = tuple(BubbleKind)
+KINDS = tuple(BubbleKind)
 _LEAST_S, _FIRST_S = 30.0, 300.0  # the least patience, and the patience before the first iteration has ended
 _TIMES = 10  # patience as a multiple of the longest iteration or standstill so far
 
@@ -72,7 +72,7 @@ class Pulse:
 def write_pulse(words: memoryview, pulse: Pulse) -> None:
     """Write the pulse; a reader in the middle of it finds that it is being written."""
     words[0] = 0
-    waits = 0 if pulse.waits is None else 1 + _KINDS.index(pulse.waits)
+    waits = 0 if pulse.waits is None else 1 + KINDS.index(pulse.waits)
     shown = pulse.moved_ns, pulse.iteration, pulse.longest_ns, waits, pulse.waits_since_ns, pulse.stage, pulse.stages
     for at, value in enumerate(shown, 1):
         words[at] = value
@@ -82,7 +82,7 @@ def write_pulse(words: memoryview, pulse: Pulse) -> None:
 def read_pulse(words: memoryview) -> Pulse | None:
     """The latest pulse; None before the first, or while one is being written (read again)."""
     looked_ns, moved_ns, iteration, longest_ns, waits, since_ns, stage, stages = words[:WORDS].tolist()
-    if not looked_ns or words[0] != looked_ns or waits > len(_KINDS):
+    if not looked_ns or words[0] != looked_ns or waits > len(KINDS):
         return None
-    kind = _KINDS[waits - 1] if waits else None
+    kind = KINDS[waits - 1] if waits else None
     return Pulse(looked_ns, moved_ns, iteration, longest_ns, kind, since_ns, stage, max(1, stages))

@@ -18,8 +18,6 @@ looks at the next entry, too, which the rank may be writing: an entry's number i
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import struct
 import time
 from dataclasses import dataclass
@@ -38,6 +36,7 @@ _ENTRY_BYTES = 64
 _FIELDS = struct.Struct("=QIiqq24s")  # behind an entry's number; struct clears them all before it writes them in turn
 _TEXT_BYTES = 24
 CAPACITY = 4096  # entries; an iteration of 64 microbatches takes some 400
+_BYTES = _ENTRIES_AT + CAPACITY * _ENTRY_BYTES
 
 
 class Fact(IntEnum):
@@ -76,26 +75,21 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        self.fd = memfd.create("ring", _ENTRIES_AT + CAPACITY * _ENTRY_BYTES)
-        self._map = mmap.mmap(self.fd, 0)
-        self._words = memoryview(self._map).cast("Q")
-        self.header = _address(self._map), _ENTRIES_AT
-        self.semaphore = self.header[0] + _SEMAPHORE_AT
-        self.reached = self.header[0] + 8 * _REACHED
+        self.fd = memfd.create("ring", _BYTES)
+        # Mapped until the process ends: the driver keeps an address registered, and would refuse (code 712) whatever is
+        # mapped there next.
+        self._map, address = memfd.map_page(self.fd, _BYTES, writable=True)
+        self._words = self._map.cast("Q")
+        self.header = address, _ENTRIES_AT
+        self.semaphore = address + _SEMAPHORE_AT
+        self.reached = address + 8 * _REACHED
         semaphore.create(self.semaphore)
         self._begun = 0
         self._marks = 0
         self._words[_VERSION] = _MAGIC
 
     def write(
-        self,
-        fact: Fact,
-        index: int = 0,
-        number: int = 0,
-        free_bytes: int = 0,
-        text: str = "",
-        *,
-        marked: bool = True,
+        self, fact: Fact, index: int = 0, number: int = 0, free_bytes: int = 0, text: str = "", *, marked: bool = True
     ) -> None:
         """Write a fact.  If it is ``marked``, the caller puts a signal into the stream next."""
         self._begun = begun = self._begun + 1
@@ -140,13 +134,13 @@ class RingReader:
 
     def __init__(self, fd: int) -> None:
         try:
-            self._map = mmap.mmap(fd, 0)
-        except (OSError, ValueError) as error:
+            self._map, address = memfd.map_page(fd, _BYTES, writable=True)
+        except OSError as error:
             raise FillError(f"descriptor {fd} cannot be mapped as a ring: {error}") from error
-        self._words = memoryview(self._map).cast("Q")
+        self._words = self._map.cast("Q")
         if self._words[_VERSION] != _MAGIC:
             raise FillError(f"descriptor {fd} is not a ring: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
-        self._semaphore = _address(self._map) + _SEMAPHORE_AT
+        self._semaphore = address + _SEMAPHORE_AT
         self._next = 1
         self._marks = 0
         self.lost = 0
@@ -193,7 +187,3 @@ class RingReader:
 def _entry_at(number: int) -> int:
     """Offset in bytes of an entry."""
     return _ENTRIES_AT + (number % CAPACITY) * _ENTRY_BYTES
-
-
-def _address(shared: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(shared))

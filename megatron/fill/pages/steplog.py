@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from array import array
 from collections.abc import Iterator
 
 from megatron.fill.linux import memfd
@@ -91,11 +92,13 @@ class _Known(_Word):
 class StepLog:
     """A step log, of a descriptor or mapped already; the worker and the agent both use this class."""
 
+    step_seq = _Count(_STEP_SEQ)  # number of the bubble in which the running step, start or pause began; 0 for none
     step_count = _Count(_STEP_COUNT)  # number of steps so far, those alone included
     alone_steps = _Count(_ALONE_STEPS)
     harvested_ns = _Count(_HARVESTED)
     ready_ns = _Count(_READY)  # CLOCK_MONOTONIC when the worker called ``create``, or had its command; 0 before
     serving_ns = _Count(_SERVING)  # CLOCK_MONOTONIC when the task first waited for a bubble; 0 before
+    resumable = _Count(_RESUMABLE)  # 1 if the task implements saving, so that it can resume elsewhere
     whole_work = _Amount(_WORK)  # part of ``work_done`` of iterations that have ended
     partial_work = _Amount(_PARTIAL_WORK)  # part of ``work_done`` of the iteration that has not ended
     base_work = _Amount(_BASE_WORK)  # work of the checkpoint from which this attempt began
@@ -131,11 +134,6 @@ class StepLog:
         return {callback: duration_ns for callback, duration_ns in taken.items() if 0 < duration_ns <= _LONGEST_NS}
 
     @property
-    def step_seq(self) -> int:
-        """The number of the bubble in which the running step, start or pause began; 0 between bubbles."""
-        return self._words[_STEP_SEQ]
-
-    @property
     def work_done(self) -> float:
         """The work so far, that alone included."""
         return self.whole_work + self.partial_work
@@ -149,15 +147,6 @@ class StepLog:
     def unit(self, unit: str) -> None:
         text = unit.encode()[: len(self._unit)]
         self._unit[:] = text.ljust(len(self._unit), b"\0")
-
-    @property
-    def resumable(self) -> bool:
-        """True if the task implements saving, so that it can resume elsewhere."""
-        return bool(self._words[_RESUMABLE])
-
-    @resumable.setter
-    def resumable(self, can: bool) -> None:
-        self._words[_RESUMABLE] = can
 
     @property
     def saving(self) -> Saving:
@@ -206,9 +195,6 @@ class StepLog:
         value = self._floats[at]
         return value if is_amount(value) else 0.0
 
-    def enter_bubble(self, seq: int) -> None:
-        self._words[_STEP_SEQ] = seq
-
     def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool, partial_work: float = 0.0) -> None:
         """Record a step.
 
@@ -233,30 +219,17 @@ class StepLog:
         floats[_WORK] += work
 
     def leave_bubble(self, use: BubbleUse, alone: bool) -> None:
+        """Record the use of a bubble, unless the training stands still in it (``alone``)."""
         words = self._words
         words[_STEP_SEQ] = 0
         if alone:
             return
         words[_HARVESTED] += use.harvested_ns
-        self._note(use)
-
-    def skip_bubble(self, seq: int, now_ns: int, lack: Lack, alone: bool, held_ns: int = 0) -> None:
-        """Record that the worker does nothing in an open bubble, and for how much of the time until now it waited."""
-        if not alone:
-            self._note(BubbleUse(seq, -1, 0, 0, 0, now_ns, lack, held_ns))
-
-    def _note(self, use: BubbleUse) -> None:
-        count = self._words[_USE_COUNT]
-        slot = count % _USES * _USE_FIELDS
-        self._uses[slot] = use.seq
-        self._uses[slot + 1] = use.latency_ns
-        self._uses[slot + 2] = use.harvested_ns
-        self._uses[slot + 3] = use.overrun_ns
-        self._uses[slot + 4] = use.steps
-        self._uses[slot + 5] = use.left_ns
-        self._uses[slot + 6] = use.lack
-        self._uses[slot + 7] = use.held_ns
-        self._words[_USE_COUNT] = count + 1
+        count = words[_USE_COUNT]
+        at = count % _USES * _USE_FIELDS
+        row = use.seq, use.latency_ns, use.harvested_ns, use.overrun_ns, use.steps, use.left_ns, use.lack, use.held_ns
+        self._uses[at : at + _USE_FIELDS] = memoryview(array("q", row))
+        words[_USE_COUNT] = count + 1
 
     def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:
         """Return the valid content of the log for the report, with the ``most`` most recent bubbles and steps."""

@@ -12,29 +12,20 @@ from megatron.fill.pages.control import ControlPage, ControlReader, RunState
 logger = logging.getLogger(__name__)
 
 
-class ControlWatcher:
-    """A daemon thread that calls ``act`` with the state once at the start, and after every change.
+def watch_control(page: ControlReader, act: Callable[[RunState], None]) -> None:
+    """Call ``act`` in a daemon thread, with the state once at the start, and after every change.
 
     A call that returns counts as acknowledged, if the page is writable; one that raises is logged.  Of several changes
     during one call, only the last is seen.
     """
 
-    def __init__(self, page: ControlReader, act: Callable[[RunState], None]) -> None:
-        self._page = page
-        self._act = act
-        self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         # Signals go to the main thread, whose sleep they must interrupt.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        page = self._page
         while True:
             word = page.word
             try:
-                self._act(RunState(word & 3))
+                act(RunState(word & 3))
             except Exception:
                 logger.exception("acting on %s failed", RunState(word & 3).name)
             else:
@@ -42,3 +33,5 @@ class ControlWatcher:
                     page.acknowledge(word)
             while page.word == word:
                 page.wait(word)
+
+    threading.Thread(target=watch, name="control", daemon=True).start()

@@ -25,9 +25,6 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPTURE_NONE = 0  # CU_STREAM_CAPTURE_STATUS_NONE
 _MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 _TRIED = 32  # number of marks in a measurement
-# Rings that the driver writes to or posts.  One that is unmapped leaves its address registered, and the driver then
-# refuses (code 712) whatever is mapped there next.
-_keep: list[Ring] = []
 _HELD_CYCLES = 4_000_000  # GPU cycles (some ms) for which the stream is held while all marks are enqueued
 
 
@@ -77,7 +74,6 @@ class PostedSignals:
 
     def __init__(self, device: str, ring: Ring) -> None:
         self._driver = driver = Driver(device)
-        _keep.append(ring)
         least, greatest = ctypes.c_int(), ctypes.c_int()
         driver.bind("cuCtxGetStreamPriorityRange")(ctypes.byref(least), ctypes.byref(greatest))
         # Not one of torch's streams, which come from a pool, so NCCL or an offload could get the same one.  And not
@@ -105,7 +101,6 @@ class WrittenSignals:
 
     def __init__(self, device: str, ring: Ring) -> None:
         self._driver = driver = Driver(device)
-        _keep.append(ring)
         page, size = ring.header
         driver.bind("cuMemHostRegister_v2")(ctypes.c_void_p(page), ctypes.c_size_t(size), _MAPPED)
         at = ctypes.c_uint64()

@@ -14,7 +14,7 @@ from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, OpenBubble, SharedGateReader
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog
-from megatron.fill.pages.watcher import ControlWatcher
+from megatron.fill.pages.watcher import watch_control
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.imperative import NOT_FOUND, become_command, why_no_program
 from megatron.fill.status import Cause, Then
@@ -56,7 +56,7 @@ class CommandRun:
             pass
         # This thread sleeps on the gate within a bubble, so another one sleeps on the control page.  It is started
         # after the fork above, which does not copy threads.
-        ControlWatcher(self.control, lambda state: self._cut(command)).start()
+        watch_control(self.control, lambda state: self._cut(command))
         try:
             code = self._run_in_bubbles(command)
         finally:
@@ -122,13 +122,13 @@ class CommandRun:
                 continue
             if not stretches:
                 latency_ns = now_ns - bubble.opened_ns - held_ns
-            log.enter_bubble(seq)
+            log.step_seq = seq
             log.phase = WorkerPhase.STEP
             self._continue(command)
             self._wait(seq, end_ns, command)
             log.phase = WorkerPhase.PAUSE
             command.signal(signal.SIGSTOP)
-            log.enter_bubble(0)
+            log.step_seq = 0
             start_ns, now_ns = now_ns, time.monotonic_ns()
             ended_ns = self._cut_ns if self._cut_ns > start_ns else now_ns
             log.step_ended(start_ns, ended_ns, (ended_ns - start_ns) / 1e9, bubble.alone)
@@ -136,9 +136,6 @@ class CommandRun:
             harvested_ns += ended_ns - start_ns - overrun_ns
             stretches += 1
         lack = self._lack(command)
-        if not stretches:
-            log.skip_bubble(seq, now_ns, lack, bubble.alone, held_ns)
-            return
         use = BubbleUse(seq, latency_ns, harvested_ns, overrun_ns, stretches, now_ns, lack, held_ns)
         log.leave_bubble(use, bubble.alone)
 

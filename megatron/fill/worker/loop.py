@@ -124,7 +124,7 @@ class StepLoop:
         log = self.log
         # A step that an earlier bubble's end interrupted may have continued into this one.
         carried_ns = max(0, self._last_end_ns - bubble.opened_ns)
-        log.enter_bubble(bubble.seq)
+        log.step_seq = bubble.seq
         log.phase = WorkerPhase.START
         self.machine.start()
         finished, first_ns, last_ns, spent_ns, steps = self._steps(bubble)
@@ -163,7 +163,8 @@ class StepLoop:
         return not patient or self.pacer is None or self.pacer.is_long(bubble, self.clock())
 
     def _skip(self, bubble: OpenBubble, now_ns: int, held_ns: int = 0) -> None:
-        self.log.skip_bubble(bubble.seq, now_ns, self._lack(bubble), bubble.alone, held_ns)
+        use = BubbleUse(bubble.seq, -1, 0, 0, 0, now_ns, self._lack(bubble), held_ns)
+        self.log.leave_bubble(use, bubble.alone)
 
     def _lack(self, bubble: OpenBubble, finished: bool = False) -> Lack:
         """Return the reason why no further step begins in this bubble."""

@@ -236,10 +236,10 @@ class Pacer:
         self._turn.first_held_ns = self._turn.first_held_ns or now_ns
         self._give_back()
         in_step = bool(log.step_seq)
-        log.enter_bubble(0)  # a step that is held is not overdue
+        log.step_seq = 0  # a step that is held is not overdue
         self._go_on(now_ns)
         if in_step and self._rings:
-            log.enter_bubble(self._bubble.seq)
+            log.step_seq = self._bubble.seq
 
     def _go_on(self, since_ns: int) -> None:
         """Wait for the next bubble, and resume in it; the turn has been held since ``since_ns``."""

@@ -77,7 +77,7 @@ class Worker:
         self.board = CycleBoardReader(spec.board_fd)
         self.control = ControlReader(spec.control_fd)
         self.baton = Baton(spec.baton_fd)
-        self.view: GateReader = TailGate(self.gate, self.baton) if spec.tail else self.gate
+        self.view: GateReader = TailGate(spec.gate_fd, self.baton) if spec.tail else self.gate
         self.log = StepLog(map_log(log_fd))
         for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, log_fd):
             os.close(fd)  # they stay mapped
@@ -216,7 +216,7 @@ class TaskRun:
                 machine.stop()
             return outcome(Cause.DOES_NOT_FIT, str(error))
         except BaseException as error:  # SystemExit included: the job failed, and the outcome has the reason
-            self.log.enter_bubble(0)  # the step is over, so the rest is not an overrun of it
+            self.log.step_seq = 0  # the step is over, so the rest is not an overrun of it
             with contextlib.suppress(OSError, ValueError):  # the task has closed it
                 print(task_traceback(error), end="", file=sys.stderr)
             reason = _reason(error, machine.callback if machine else "", self.spec.limits)

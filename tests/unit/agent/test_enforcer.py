@@ -43,7 +43,7 @@ class Bench:
         """A bubble opens, the worker begins a step in it, and the bubble ends."""
         self.rest()
         seq = self.gate.open(time.monotonic_ns() + 1_000_000, 0)
-        self.log.enter_bubble(seq)
+        self.log.step_seq = seq
         self.log.phase = phase
         self.gate.close(time.monotonic_ns())
         return seq
@@ -89,7 +89,7 @@ def bench() -> Iterator[Bench]:
 
 def test_a_step_within_its_bubble_is_left_alone(bench):
     seq = bench.gate.open(time.monotonic_ns() + 10**9, 0)
-    bench.log.enter_bubble(seq)
+    bench.log.step_seq = seq
     time.sleep(0.1)
     bench.enforcer.check()
     assert not bench.stopped

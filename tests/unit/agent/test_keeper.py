@@ -30,7 +30,7 @@ from megatron.fill.linux import host
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGateReader
-from megatron.fill.pages.watcher import ControlWatcher
+from megatron.fill.pages.watcher import watch_control
 path, keeper, dead = sys.argv[1:]
 host.die_with_parent(int(keeper))
 spec = AgentSpec.from_json(Path(path).read_text())
@@ -39,7 +39,7 @@ cycle, seen = CycleBoardReader(spec.board_fd).read(), Path(spec.run_dir) / "seen
 def act(state):
     while seen.with_name("slow").exists():
         time.sleep(0.01)
-ControlWatcher(ControlPage(spec.control_fd), act).start()
+watch_control(ControlPage(spec.control_fd), act)
 while (bubble := gate.wait(0)) is None and not gate.ended:
     pass
 free = all(slot.free_bytes > 1 << 40 for slot in cycle.slots)

@@ -29,7 +29,7 @@ from megatron.fill.pages.control import (
     damaged_notes,
     find_pages,
 )
-from megatron.fill.pages.watcher import ControlWatcher
+from megatron.fill.pages.watcher import watch_control
 from tests.support.waiting import until
 
 NODE = os.uname().nodename
@@ -40,7 +40,7 @@ def an_agent(page: ControlPage, acts: bool = True) -> Callable[[int], None]:
     def body(out: int) -> None:
         page.acknowledge(page.word)
         if acts:
-            ControlWatcher(page, lambda state: None).start()
+            watch_control(page, lambda state: None)
         os.write(out, b"ready")
         time.sleep(1000)
 
@@ -89,7 +89,7 @@ class TestPage:
     def test_the_watcher_hears_every_lasting_change_and_acknowledges_it(self):
         page = ControlPage.create(0)
         heard: list[RunState] = []
-        ControlWatcher(page, heard.append).start()
+        watch_control(page, heard.append)
         until(lambda: page.acknowledged)
         for state in (RunState.PAUSED, RunState.KILLED, RunState.RUNNING, RunState.RUNNING):
             page.change(state)
@@ -106,7 +106,7 @@ class TestPage:
             if state is RunState.KILLED:
                 raise ProcessLookupError
 
-        ControlWatcher(page, act).start()
+        watch_control(page, act)
         until(lambda: page.acknowledged)
         page.change(RunState.KILLED)
         until(lambda: len(heard) == 2)
@@ -116,7 +116,7 @@ class TestPage:
 
     def test_signals_are_left_to_the_main_thread(self):
         page = ControlPage.create(0)
-        ControlWatcher(page, lambda state: None).start()
+        watch_control(page, lambda state: None)
         until(lambda: page.acknowledged)
         thread = next(one for one in threading.enumerate() if one.name == "control")
         status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()

@@ -57,7 +57,7 @@ class Pair:
         self.resident = SharedGateReader(self.gate.reader_fd())
         fd = Baton.create()
         self.baton = Baton(fd)
-        self.tail = TailGate(SharedGateReader(self.gate.reader_fd()), Baton(fd))
+        self.tail = TailGate(self.gate.reader_fd(), Baton(fd))
 
     def open(self) -> int:
         return self.gate.open(time.monotonic_ns() + 10**9, 5)

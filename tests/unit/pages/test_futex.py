@@ -14,7 +14,7 @@ from megatron.fill.linux import futex, memfd
 from megatron.fill.pages.baton import Baton, TailGate
 from megatron.fill.pages.control import ControlPage, ControlReader, RunState
 from megatron.fill.pages.gate import MOST_WOKEN, SharedGate, SharedGateReader
-from megatron.fill.pages.watcher import ControlWatcher
+from megatron.fill.pages.watcher import watch_control
 from tests.support.waiting import until
 
 _WAKE, _REQUEUE = 1, 3
@@ -49,7 +49,7 @@ class Attacker:
 def test_a_watcher_that_was_moved_away_acts_on_the_next_change_all_the_same():
     page, heard = ControlPage.create(0), list[RunState]()
     job = Attacker(page.reader_fd())
-    ControlWatcher(page, heard.append).start()
+    watch_control(page, heard.append)
     until(lambda: page.acknowledged)
     until(job.move)  # asleep by then, and taken away
     page.change(RunState.KILLED)
@@ -60,7 +60,7 @@ def test_a_watcher_that_was_moved_away_acts_on_the_next_change_all_the_same():
 def test_a_storm_of_wakes_is_no_change():
     page, heard = ControlPage.create(0), list[RunState]()
     job = Attacker(page.reader_fd())
-    ControlWatcher(page, heard.append).start()
+    watch_control(page, heard.append)
     for _ in range(5):
         until(job.wake)
     assert heard == [RunState.RUNNING]
@@ -126,7 +126,7 @@ def test_a_worker_that_is_woken_for_nothing_naps(naps):
 @pytest.mark.parametrize("lie", ["another word", "another bubble"])
 def test_the_other_job_cannot_keep_a_tail_job_busy_through_the_baton(naps, lie):
     gate, fd = SharedGate(), Baton.create()
-    tail, other = TailGate(SharedGateReader(gate.reader_fd()), Baton(fd)), Baton(fd)
+    tail, other = TailGate(gate.reader_fd(), Baton(fd)), Baton(fd)
     other.hold()
     for number in range(1, 4):
         if lie == "another word":

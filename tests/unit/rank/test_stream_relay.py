@@ -188,7 +188,7 @@ def test_a_relay_that_cannot_start_is_noticed(tmp_path):
     relay = RelayProcess(spec, ring, gate, tmp_path / "relay.log")
     assert not relay.wait_ready()
     assert not relay.finish()
-    assert "is not a ring" in (tmp_path / "relay.log").read_text()
+    assert "cannot be mapped as a ring" in (tmp_path / "relay.log").read_text()
     assert SharedGateReader(gate.reader_fd()).ended
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.errors import FillError, GateError
-from megatron.fill.linux import semaphore
+from megatron.fill.linux import memfd, semaphore
 from megatron.fill.pages import ring as ring_module
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.ring import CAPACITY, Entry, Fact, Ring, RingReader
@@ -71,6 +71,8 @@ def test_a_long_text_is_cut(ends):
 
 def test_what_is_no_ring_is_refused():
     with pytest.raises(FillError, match="is not a ring"):
+        RingReader(memfd.create("other", 1 << 20))
+    with pytest.raises(FillError, match="it has 4096 bytes; expected"):
         RingReader(SharedGate().fd)
     with open("/dev/null") as nothing, pytest.raises(FillError, match="cannot be mapped"):
         RingReader(nothing.fileno())

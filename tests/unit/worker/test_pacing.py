@@ -202,7 +202,7 @@ def test_who_waits_is_between_bubbles_and_not_overdue(monkeypatch):
     bench.log.phase = WorkerPhase.INIT
     bench.gate.wait = wait  # type: ignore[method-assign]
     with bench.pacer.turn("init()"):
-        bench.log.enter_bubble(16)
+        bench.log.step_seq = 16
         bench.run(LONG, 1)
         assert (bench.log.phase, bench.log.step_seq) == (WorkerPhase.INIT, 17)
     assert set(seen) == {(WorkerPhase.ASLEEP, 0)}
