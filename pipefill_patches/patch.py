@@ -177,4 +177,5 @@ def around(stack: contextlib.ExitStack, owner: Any, name: str, call: Call, *firs
 
     For what is called often, ``wrap`` is faster.
     """
-    wrap(stack, owner, name, lambda original: lambda *args, **kwargs: call(original, *first, *args, **kwargs))
+    partial = functools.partial(call, getattr(owner, name), *first)
+    wrap(stack, owner, name, lambda _: lambda *args, **kwargs: partial(*args, **kwargs))  # a method binds no partial
