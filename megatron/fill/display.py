@@ -7,12 +7,14 @@ import os
 import re
 import sys
 import unicodedata
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
 
@@ -35,8 +37,8 @@ def never_fail_to_print() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def console_of(pipe_width: int) -> Console:
-    """Return a console as wide as the terminal or ``COLUMNS``; ``pipe_width`` columns where there is neither."""
+def console_of(pipe_width: int | None = None) -> Console:
+    """Return a console as wide as the terminal or ``COLUMNS``; ``pipe_width`` or 80 columns where there is neither."""
     from rich.console import Console
 
     free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
@@ -49,6 +51,27 @@ def report_console() -> Console:
 
     console = Console()
     return console if console.width >= _REPORT_COLUMNS else Console(width=_REPORT_COLUMNS)
+
+
+def progress(quiet: bool) -> Progress:
+    """Return a bar with counts and the time, on standard error; it shows nothing if ``quiet``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), disable=quiet)
+
+
+def facts_table(facts: Iterable[tuple[str, Text]]) -> Table:
+    """Return a table of names and what is said of them, which is folded."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for fact in facts:
+        table.add_row(*fact)
+    return table
 
 
 def plain_table(*headings: str, gap: int = 2, **style: Any) -> Table:

@@ -13,7 +13,7 @@ from typer import Argument
 
 from megatron.fill.cli.options import Json
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import plain_table
+from megatron.fill.display import console_of, plain_table
 from megatron.fill.pages.control import ControlPage, RunState, damaged_notes, find_pages
 from megatron.fill.pages.moving import RankStanding, find_standings, stillness
 
@@ -109,13 +109,11 @@ def _show(pages: Sequence[ControlPage], as_json: bool, standings: Sequence[RankS
     if as_json:
         print_json({"node": os.uname().nodename, "ranks": rows, "still": lines})
         return
-    from rich.console import Console
-
     table = plain_table(">RANK", ">PID", ">AGENT", "STATE", "ACKNOWLEDGED")
     for page, row in zip(pages, rows, strict=True):
         heard = "yes" if row["acknowledged"] else "no" if row["agent"] else "-"
         agent = str(row["agent"] or ("gone" if page.agent else "starting"))
         table.add_row(str(row["rank"]), str(row["pid"]), agent, str(row["state"]), heard)
-    Console(highlight=False).print(table)
+    console_of().print(table)
     for line in lines:
         typer.echo(line)

@@ -15,7 +15,7 @@ from megatron.fill.cli.options import Json, Store, check_writable
 from megatron.fill.cli.profile import stored_profiles
 from megatron.fill.cli.schedule import Times, Transfer, given_costs
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import plain_table
+from megatron.fill.display import console_of, plain_table
 from megatron.fill.errors import ConfigError, PlanError
 from megatron.fill.pipeline.bubbles import bubble_cycle
 from megatron.fill.pipeline.timeline import simulate
@@ -213,7 +213,6 @@ def _as_dict(row: _Row) -> dict[str, Any]:
 
 
 def _print_rows(rows: Sequence[_Row]) -> None:
-    from rich.console import Console
     from rich.markup import escape
 
     fitting = [row for row in rows if row.job]
@@ -235,7 +234,7 @@ def _print_rows(rows: Sequence[_Row]) -> None:
                     escape(tail),
                     f"{_rate(row.cycle, row.job):.4g}",
                 )
-        Console().print(table)
+        console_of().print(table)
     for row in rows:
         if row.error:
             print(f"rank {row.rank}: {row.name}: {row.error}")

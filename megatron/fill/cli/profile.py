@@ -21,7 +21,7 @@ from megatron.fill.cli.options import Device, Json, Store, check_writable, check
 from megatron.fill.cli.trial import trial_folder, trials_of
 from megatron.fill.cli.views import print_json
 from megatron.fill.device.meter import default_device, fingerprint
-from megatron.fill.display import harmless, literal, plain_table
+from megatron.fill.display import console_of, harmless, literal, plain_table
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import PROFILE
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
@@ -190,9 +190,7 @@ def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, MeasuredJob]
 
 
 def _print(found: Mapping[str, Measured], trials: Mapping[str, Trial]) -> None:
-    from rich.console import Console
-
-    console = Console()
+    console = console_of()
     nodes = {name: measured.job for name, measured in found.items() if not measured.kinds}
     steps = {name: measured for name, measured in found.items() if measured.kinds}
     if nodes:

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import one_line, plain_table
+from megatron.fill.display import console_of, one_line, plain_table
 from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.bubbles import bubble_seconds, bubble_share, peak_activations
 from megatron.fill.pipeline.costs import PipelineCosts
@@ -163,8 +163,6 @@ def _found(timeline: Timeline, min_bubble_ms: float) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
     print(
         f"{one_line(found['schedule'])}: stages {found['stages']}, microbatches {found['microbatches']}, chunks "
         f"{found['chunks']}\niteration {_ms(found['iteration_ms'])} ms, bubbles {found['bubble_share']:.1%}, fillable "
@@ -181,7 +179,7 @@ def _print(found: dict[str, Any]) -> None:
             _ms(row["longest_ms"]),
             f"{row['peak_activations']:.3g}",
         )
-    Console(highlight=False).print(table)
+    console_of().print(table)
 
 
 def _ms(time_ms: float) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from megatron.fill.cli.control import Run
-from megatron.fill.display import counted, literal, plain_table
+from megatron.fill.display import console_of, counted, literal, plain_table
 from megatron.fill.errors import ConfigError, ControlError, FillError, StoreError
 from megatron.fill.pages.control import ControlPage, RunState, find_pages
 from megatron.fill.store import open_store
@@ -50,11 +50,10 @@ def top(
     the view is of that start.  The figures are as old as the records: 10 iterations and 10 seconds.  Once jobs have
     settled (started, made their models), the harvest leaves out the time until then, as the report does.
     """
-    from rich.console import Console
     from rich.live import Live
 
     view = _View(run)
-    console = Console(highlight=False)
+    console = console_of()
     if once:
         console.print(view.draw(keys=False))
         return

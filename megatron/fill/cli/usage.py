@@ -16,7 +16,7 @@ from typer import Option
 
 from megatron.fill.cli.options import Json, Store, opened, parsed
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import literal, one_line, plain_table
+from megatron.fill.display import console_of, literal, one_line, plain_table
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.given.quantities import parse_duration
 from megatron.fill.store import Job
@@ -160,8 +160,6 @@ def _price(segment: Segment | None) -> float | None:
 
 
 def _print(by: By, rows: Sequence[tuple[str, Used]], total: Used) -> None:
-    from rich.console import Console
-
     extra = [name for name, value in ((">JOULES", total.joules), (">COST", total.cost)) if value is not None]
     table = plain_table(by.upper(), ">JOBS", ">RUNNING", ">DEVICE S", ">STEPS", *extra)
     for name, one in rows:
@@ -171,4 +169,4 @@ def _print(by: By, rows: Sequence[tuple[str, Used]], total: Used) -> None:
         if total.cost is not None:
             cells.append("-" if one.cost is None else f"{one.cost:,.4f}")
         table.add_row(literal(name), *cells)
-    Console(highlight=False).print(table)
+    console_of().print(table)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron.fill.display import STATE_COLOURS, console_of, literal, plain_table
+from megatron.fill.display import STATE_COLOURS, console_of, facts_table, literal, plain_table
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 
@@ -100,8 +100,6 @@ def print_table(jobs: list[Job], now_s: float) -> None:
 
 def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
     """Print all that is known about a job, with the states of the jobs that it waits for, a line for each field."""
-    from rich.table import Table
-
     progress, left_s = job.progress, remaining_s(job, now_s)
     done = f"{_done(job)} {f'({_percent(job)}%)' if _percent(job) else ''}"
     lines = {
@@ -129,14 +127,8 @@ def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
         "finished": _moment(job.finished_s),
         "result": json.dumps(job.result) if job.result else "",
     }
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("state", _state(job, now_s))
-    for name, value in lines.items():
-        if value.strip():
-            table.add_row(name, literal(value.strip()))
-    console_of(_PIPE_WIDTH).print(table)
+    facts = [(name, literal(value.strip())) for name, value in lines.items() if value.strip()]
+    console_of(_PIPE_WIDTH).print(facts_table([("state", _state(job, now_s)), *facts]))
 
 
 def _state(job: Job, now_s: float) -> Any:

@@ -1,10 +1,13 @@
-"""The traceback of a task's failure, starting at the first frame of the author's code."""
+"""The failure of a task in its author's words: its traceback, and the end of a process that it has forked."""
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from megatron.fill.errors import FillError
 from megatron.fill.sidetask.base import SideTask
@@ -39,3 +42,26 @@ def _calls_tasks(frame: FrameType) -> bool:
     if file.startswith(_IMPORTING[0]) or file.endswith(_IMPORTING[1]):
         return True
     return file.startswith(_PACKAGE) and not isinstance(frame.f_locals.get("self"), SideTask)
+
+
+def end_forked(callback: str) -> NoReturn:
+    """End this process, which ``callback`` has forked, with the status of the exception that is being handled, if any.
+
+    ``sys.exit()`` ends it as it would end any other; anything else is explained in the job's output.
+    """
+    error, status = sys.exception(), 1
+    if isinstance(error, SystemExit):
+        status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        print(task_traceback(error), end="", file=sys.stderr)
+    else:
+        print(
+            f"{callback}() came back in a process that it had forked, too: that one is ended, and its work does not "
+            "count; expected os._exit() in it",
+            file=sys.stderr,
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)

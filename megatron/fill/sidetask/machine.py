@@ -10,7 +10,7 @@ from typing import Any
 from megatron.fill.errors import TaskError
 from megatron.fill.profiles import is_amount
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
-from megatron.fill.sidetask.forked import end_forked
+from megatron.fill.sidetask.blame import end_forked
 
 
 class TaskMachine:

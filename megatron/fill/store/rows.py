@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import batched
 from typing import Any
 
-from sqlalchemy import Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
+from sqlalchemy import Column, Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
 
 from megatron.fill.spec import typed
 from megatron.fill.status import JobState, Status
@@ -151,14 +151,8 @@ class SqlTransaction:
         return list(self._connection.scalars(select(jobs.c.name).order_by(jobs.c.id.desc()).limit(limit)))
 
     def put_device(self, device: DeviceEntry, lease_s: float) -> None:
-        values = asdict(device) | {
-            "cycle": json.dumps(device.cycle),
-            "refuses": json.dumps(device.refuses),
-            "lease_until_s": self.now_s + lease_s,
-        }
-        there = self._connection.execute(update(devices).where(devices.c.name == device.name).values(values))
-        if not there.rowcount:
-            self._connection.execute(insert(devices).values(values))
+        data = {"cycle": json.dumps(device.cycle), "refuses": json.dumps(device.refuses)}
+        self._upsert(devices.c.name, asdict(device) | data | {"lease_until_s": self.now_s + lease_s})
 
     def drop_device(self, name: str) -> None:
         self._connection.execute(delete(devices).where(devices.c.name == name))
@@ -173,10 +167,12 @@ class SqlTransaction:
         return None if text is None else json.loads(text)
 
     def put_profile(self, key: str, profile: dict[str, Any]) -> None:
-        values = {"key": key, "profile": json.dumps(profile), "kept_s": self.now_s}
-        there = self._connection.execute(update(profiles).where(profiles.c.key == key).values(values))
-        if not there.rowcount:
-            self._connection.execute(insert(profiles).values(values))
+        self._upsert(profiles.c.key, {"key": key, "profile": json.dumps(profile), "kept_s": self.now_s})
+
+    def _upsert(self, key: Column[str], values: dict[str, Any]) -> None:
+        there = update(key.table).where(key == values[key.name]).values(values)
+        if not self._connection.execute(there).rowcount:
+            self._connection.execute(insert(key.table).values(values))
 
     def _first(self, query: Select[Any], skip_locked: bool = False) -> Job | None:
         if self._locking:  # without effect in SQLite, where a single writer has the whole database

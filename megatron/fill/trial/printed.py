@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron.fill.display import harmless, literal, plain_table, size
+from megatron.fill.display import facts_table, harmless, literal, plain_table, size
 from megatron.fill.trial.result import Ended, RoundTrip, Trial
 
 _CALLBACKS = (
@@ -29,13 +29,8 @@ def print_trial(trial: Trial, console: Console) -> None:
     console.print(literal(f"{trial.job}: {trial.what} on {trial.device}", "bold"))
     if trial.callbacks_ms:
         console.print(_callbacks(trial))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, said in _facts(trial):
-        table.add_row(name, literal(said))
-    if table.row_count:
-        console.print(table)
+    if facts := [(name, literal(said)) for name, said in _facts(trial)]:
+        console.print(facts_table(facts))
     verdict, colour = _VERDICTS[trial.ended]
     console.print(literal(verdict + trial.reason, colour))
     for line in trial.output:

@@ -23,8 +23,7 @@ from megatron.fill.errors import TaskError
 from megatron.fill.linux import host
 from megatron.fill.linux.wakeup import readable
 from megatron.fill.sidetask.base import SideTask, TaskContext
-from megatron.fill.sidetask.blame import task_traceback
-from megatron.fill.sidetask.forked import end_forked
+from megatron.fill.sidetask.blame import end_forked, task_traceback
 from megatron.fill.sidetask.imperative import ImperativeTask
 
 _PAUSE = signal.SIGUSR2
