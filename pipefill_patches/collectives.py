@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 from weakref import ref
 
 from megatron.fill.hooks import bus
-from pipefill_patches.patch import Call, wrap
+from pipefill_patches.patch import Call, definers, wrap
 
 _ALWAYS = ("allreduce", "broadcast", "barrier")
 # The names in all versions of torch.
@@ -167,20 +167,11 @@ def install(stack: contextlib.ExitStack) -> None:
 
         return run
 
-    kind: Any
-    for kind in _kinds(torch.distributed.Work):
+    for kind in definers(torch.distributed.Work, "wait"):
         wrap(stack, kind, "wait", watched_wait)
     wrap_calls(stack, watched)
     stack.callback(spans_stages.cache_clear)
     stack.callback(wait_name.cache_clear)
-
-
-def _kinds(work: type[Any]) -> Iterator[type[Any]]:
-    """Yield the classes of work that define their own ``wait``."""
-    if "wait" in vars(work):
-        yield work
-    for kind in work.__subclasses__():
-        yield from _kinds(kind)
 
 
 def _finished(call: Call, group: Any, *args: Any, **kwargs: Any) -> Any:

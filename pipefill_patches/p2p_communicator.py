@@ -36,10 +36,7 @@ class Transfers:
     ``for_backward`` if it waits for an output gradient.
     """
 
-    __slots__ = ("for_backward", "waits")
-
-    def __init__(self) -> None:
-        self.waits = self.for_backward = False
+    waits = for_backward = False
 
     def communicate(self, original: Call) -> Call:
         def communicate(this: Any, *, recv_next: bool, wait_on_reqs: bool = True, **kwargs: Any) -> Any:

@@ -172,6 +172,14 @@ def wrap(stack: contextlib.ExitStack, owner: Any, name: str, wrapper: Call, *arg
     replace(stack, owner, name, functools.update_wrapper(wrapper(original, *args), original))
 
 
+def definers(base: type[Any], name: str) -> list[type[Any]]:
+    """Return the class and its subclasses, of those that define ``name`` themselves."""
+    kinds = [base]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return [kind for kind in kinds if name in vars(kind)]
+
+
 def around(stack: contextlib.ExitStack, owner: Any, name: str, call: Call, *first: Any) -> None:
     """Have ``call(function, *first, ...)`` called in the place of a function, until the stack is closed.
 

@@ -16,7 +16,7 @@ from megatron.fill.hooks import bus
 from megatron.fill.launcher import local_rank, ranks_here
 from megatron.fill.types import RankInfo
 from pipefill_patches import collectives, cpu_backend
-from pipefill_patches.patch import Call, Patch, Target, around, wrap
+from pipefill_patches.patch import Call, Patch, Target, around, definers, wrap
 
 logger = logging.getLogger("pipefill")
 
@@ -145,13 +145,9 @@ def _install_account(stack: contextlib.ExitStack) -> None:
     wrap(stack, *_SAVE.resolve(), bus.saving())
     around(stack, os, "fsync", _waiting, bus.wait_in_save)
     around(stack, *_NEXT_BATCH.resolve(), _waiting, bus.wait_for_batch)
-    base, _ = _OPTIMIZER.resolve()
-    kinds = [base]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        for name, what in (("step", "optimizer"), ("zero_grad", "gradients")):
-            if name in vars(kind):
-                around(stack, kind, name, _accounted, what, False)
+    for name, what in (("step", "optimizer"), ("zero_grad", "gradients")):
+        for kind in definers(_OPTIMIZER.resolve()[0], name):
+            around(stack, kind, name, _accounted, what, False)
 
 
 def _looped(train: Call, /, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,6 @@ from megatron.fill.types import PIPELINE_KINDS, BubbleKind, CycleKey
 
 logger = logging.getLogger(__name__)
 
-_OFF = "PipeFill failed and is switched off for the rest of the run; the training goes on"
 _MARKED = CycleKey("marked by hand", 1)  # the cycle of a schedule that the patches do not know
 _NOT_KNOWN = 1 << 62  # number of passes of a schedule that the patches do not know: never reached
 
@@ -44,8 +43,7 @@ class Listener(Protocol):
         """Called when a schedule begins: the bubbles that follow are numbered from 0 again."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
-        """Called when the rank is about to wait; ``free_bytes`` are promised to be free, None for the free memory
-        found.
+        """Called when the rank is about to wait, with ``free_bytes`` promised to be free, None for those found.
 
         Bubbles of the pipeline are numbered through the cycle, those of another kind through the save, the iteration
         or the evaluation's schedule.
@@ -195,9 +193,7 @@ class BubbleBus:
             self._begin(kind, self._index, None)
 
     def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
-        """Make a call that waits for another stage.  Callbacks come first; the rest is a bubble, until ``close`` or the
-        next wait.
-        """
+        """Make a call that waits for another stage, after the callbacks: a bubble, until ``close`` or the next wait."""
         if self._in_cycle and self._training:
             for callback in self.callbacks:
                 call = callback.on_wait(call)
@@ -358,7 +354,7 @@ class BubbleBus:
         try:
             call(*arguments)
         except Exception:
-            logger.exception(_OFF)
+            logger.exception("PipeFill failed and is switched off for the rest of the run; the training goes on")
             listener, self.listener = self.listener, None
             try:
                 if listener is not None:

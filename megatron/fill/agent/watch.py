@@ -22,8 +22,7 @@ from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.device.port import Limiter
 from megatron.fill.pages.control import RunState
-from megatron.fill.pages.phases import Saving
-from megatron.fill.pages.steplog import StepLog
+from megatron.fill.pages.steplog import Saving, StepLog
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.status import Cause, JobState, Status, Then, why
 from megatron.fill.store.values import Job, Progress, Standing

@@ -137,7 +137,6 @@ class ControlPage(ControlReader):
         return cls(fd)
 
     def reader_fd(self) -> int:
-        """Return a new, read-only descriptor of the page."""
         return memfd.reader_fd(self.fd)
 
     def change(self, state: RunState) -> None:
@@ -152,7 +151,6 @@ class ControlPage(ControlReader):
 
     @property
     def pid(self) -> int:
-        """The pid of the rank."""
         return self._words[_PID]
 
     @property
@@ -199,7 +197,6 @@ class ControlPage(ControlReader):
         return {name: value for name, value in zip(Figures._fields, shown, strict=True) if not math.isnan(value)}
 
     def show(self, figures: Figures) -> None:
-        """Leave the figures of the run for the rank."""
         self._floats[_FIGURES : _FIGURES + len(figures)] = memoryview(array("d", figures))
 
     def announce(self, run_dir: Path, board_fd: int | None = None) -> Path:
@@ -224,12 +221,8 @@ def _born(pid: int) -> int | None:
 def find_pages(run_dir: Path, known: Sequence[ControlPage] = ()) -> list[ControlPage]:
     """The control pages of a run's ranks that are alive on this node, by rank.
 
-    Args:
-        known: pages that were found before; those that are still there are returned again, since each look at a page
-            maps it until the process ends.
-
-    Raises:
-        ControlError: there is no such run folder, no rank is found on this node, or one belongs to another user.
+    Those of ``known`` that are still there are returned again: each look at a page maps it until the process ends.
+    ControlError if there is no such run folder, no rank is found on this node, or one is another user's.
     """
     if not run_dir.is_dir():
         raise ControlError(f"{run_dir}: no such folder; expected the run folder that the training printed")
@@ -272,21 +265,16 @@ class Note(NamedTuple):
     def link(self, fd: int, name: str) -> str | None:
         """Return the path to open a descriptor by; None if it is not a page of that name.
 
-        The pid may be reused by now, and opening another process's pipe or terminal could do harm.
-
-        Raises:
-            OSError: there is no such process or descriptor, or it is another user's.
+        The pid may be reused by now, and opening another process's pipe or terminal could do harm.  OSError if there is
+        no such process or descriptor, or it is another user's.
         """
         link = f"/proc/{self.pid}/fd/{fd}"
         return link if os.readlink(link).startswith(f"/memfd:pipefill-{name}") else None
 
 
 def read_note(path: Path) -> Note:
-    """Read the note of a rank.
-
-    Raises:
-        OSError: the note cannot be read, or is not a plain file; FileNotFoundError once the rank has removed it.
-        ValueError: its content is not a valid note.
+    """Read the note of a rank, which it removes when it is done: FileNotFoundError then, another OSError if the note
+    cannot be read or is not a plain file, ValueError if its content is not a valid note.
     """
     where = untrusted.read_json(path)
     pid, fd, board = map(where.get, ("pid", "fd", "board")) if isinstance(where, dict) else (None, None, None)

@@ -143,11 +143,8 @@ class GateReader(Protocol):
 class SharedGate:
     """The writer's end of a gate in shared memory (GateWriter), new or on a descriptor that the rank passed on.
 
-    All of its state is in the page, so a new writer resumes where the last one stopped.  One process writes at a
-    time.
-
-    Raises:
-        GateError: ``fd`` is not a gate of this version.
+    All of its state is in the page, so a new writer resumes where the last one stopped.  One process writes at a time.
+    GateError if ``fd`` is not a gate of this version.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -206,11 +203,9 @@ class SharedGate:
 
     @property
     def ended(self) -> bool:
-        """True if the training is over, as recorded by any process that wrote the gate."""
         return self._words[_PHASE] == Phase.ENDED
 
     def reader_fd(self) -> int:
-        """Return a new, read-only descriptor of the gate."""
         return memfd.reader_fd(self.fd)
 
     def seal(self) -> None:
@@ -283,7 +278,6 @@ class SharedGateReader:
 
     @property
     def shut(self) -> bool:
-        """True if no bubble is open."""
         return not self._word[0] & 1
 
     @property

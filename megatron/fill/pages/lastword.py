@@ -15,7 +15,6 @@ from megatron.fill.linux import memfd
 
 MOST_BYTES = 4 << 20
 _HEAD = struct.Struct("=QQ")
-_NAME = "last-word"
 
 
 class Left(IntEnum):
@@ -36,7 +35,7 @@ class LastWord:
     @classmethod
     def create(cls) -> LastWord:
         """Create an empty one; its memory is allocated when data is left."""
-        return cls(memfd.create(_NAME, _HEAD.size + MOST_BYTES))
+        return cls(memfd.create("last-word", _HEAD.size + MOST_BYTES))
 
     @property
     def state(self) -> Left:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.linux.tree import read_process
-from megatron.fill.pages.board import BOARD_BYTES, CycleBoardReader
+from megatron.fill.pages.board import BOARD_BYTES, CycleBoardReader, Pulse
 from megatron.fill.pages.control import Note, notes, read_note
-from megatron.fill.pages.pulse import Pulse
 
 _S = 1e9
 _STOPPED = "Tt"  # stopped by a signal, by a debugger
@@ -64,9 +63,6 @@ def stillness(standings: Sequence[RankStanding], now_ns: int | None = None) -> l
     """Return lines that describe a stall: since when nothing has moved, and the state of each rank.
 
     While the run moves, only ranks whose process is gone or stopped have a line.
-
-    Args:
-        now_ns: CLOCK_MONOTONIC; None for now.
     """
     now_ns = time.monotonic_ns() if now_ns is None else now_ns
     still = [(one.still_s(now_ns), one.pulse) for one in standings if one.pulse is not None]

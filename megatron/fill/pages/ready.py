@@ -9,15 +9,9 @@ import secrets
 
 from megatron.fill.linux import memfd
 
-_FOLDER = "/dev/shm"  # all ranks of the node can open a file there; its name is removed once they have
-
 
 class ReadyPage:
     """A rank's page, mapped by its owner or by another rank of the same user; OSError if there is none on this node.
-
-    Args:
-        path: file of the page, which ``create`` makes.
-        ranks: number of ranks of the training; each has two words.
 
     Attributes:
         words: number of transfers that each rank has ready; GPUs write these and wait for them.
@@ -39,8 +33,9 @@ class ReadyPage:
 
     @classmethod
     def create(cls, ranks: int) -> ReadyPage:
-        """Create a page for this rank, all zero."""
-        path = f"{_FOLDER}/pipefill-ready-{os.getpid()}-{secrets.token_hex(8)}"
+        """Create a page for this rank, all zero, with two words for each of ``ranks``."""
+        # All ranks of the node can open a file there; its name is removed once they have.
+        path = f"/dev/shm/pipefill-ready-{os.getpid()}-{secrets.token_hex(8)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, _size(ranks))

@@ -113,7 +113,6 @@ class Ring:
 
     @property
     def heard(self) -> bool:
-        """True if the relay listens."""
         return self._words[_LISTENING] != 0
 
     def switch_off(self) -> None:
@@ -123,13 +122,10 @@ class Ring:
 
 
 class RingReader:
-    """The relay's end of a ring, over the descriptor that the rank passed on.
+    """The relay's end of a ring, over the descriptor that the rank passed on; FillError if that is of no ring.
 
     Attributes:
         lost: number of entries that were overwritten before they were read.
-
-    Raises:
-        FillError: the descriptor is not a ring of this version.
     """
 
     def __init__(self, fd: int) -> None:

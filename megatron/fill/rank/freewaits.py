@@ -157,15 +157,7 @@ def guard(waits: FreeWaits, ended: threading.Event) -> None:
 
 
 class CudaStreams:
-    """The streams of a GPU.
-
-    Args:
-        device: torch's name of the GPU, such as ``cuda:0``.
-        own, others: the pages of ``FreeWaits``.
-
-    Raises:
-        FillError: the driver refuses, or has no stream memory operations.
-    """
+    """The streams of a GPU, such as ``cuda:0``; FillError if the driver refuses, or has no stream memory operations."""
 
     def __init__(self, device: str, own: ReadyPage, others: Sequence[ReadyPage]) -> None:
         self._device = device

@@ -27,9 +27,8 @@ _MOST_BUSY = 0.25
 class OutsidePredictor:
     """Predicts one rank's waits outside the pipeline.
 
-    Args:
-        min_bubble_ns: least expected length of a wait that is filled.
-        cpu_ns: returns the time for which the rank's process has used its cores.
+    ``min_bubble_ns`` is the least expected length of a wait that is filled; ``cpu_ns`` returns the time for which the
+    rank's process has used its cores.
     """
 
     def __init__(self, min_bubble_ns: int, cpu_ns: Callable[[], int] = time.process_time_ns) -> None:

@@ -17,7 +17,7 @@ and of the usual prediction, whichever is shorter; no step may run on after that
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from itertools import islice
 from math import log, sqrt
 from typing import NamedTuple
@@ -62,8 +62,9 @@ class BubblePredictor:
         self._cycle = _Cycle()
         self._learning = False
         self._met_ns = 0
-        self._afters: dict[tuple[CycleKey, frozenset[str]], list[_After]] = {}
-        self._after: list[_After] = []  # of the present cycle, if it is disturbed
+        # The last bubbles of disturbed cycles, in ns: by cycle, by what disturbed it, by kind and position.
+        self._afters: defaultdict[tuple[object, ...], deque[int]] = defaultdict(lambda: deque(maxlen=_LAST_AFTER))
+        self._present: tuple[object, ...] = ()  # the present cycle, and what disturbed it
 
     def cycle_started(self, key: CycleKey, now_ns: int, after: frozenset[str] = frozenset()) -> None:
         """Begin a cycle, to which the bubbles observed next belong; ``after``: what disturbed it, if anything."""
@@ -71,7 +72,7 @@ class BubblePredictor:
         cycle.started(now_ns, before is cycle and self._learning, self.rule)
         self._cycle = cycle
         self._learning = not after
-        self._after = self._afters.setdefault((key, after), []) if after else []
+        self._present = key, after
         self._met_ns = now_ns
 
     def iteration_skipped(self) -> None:
@@ -126,10 +127,8 @@ class BubblePredictor:
 
     def _shortest_after(self, kind: BubbleKind, index: int) -> int:
         """Return the shortest of the last bubbles at a position of cycles disturbed like this one; 0 if unknown."""
-        after = self._after[index] if index < len(self._after) else None
-        if after is None or after.kind is not kind or len(after.last_ns) < _FEWEST_AFTER:
-            return 0
-        return min(after.last_ns)
+        last_ns = self._afters[*self._present, kind, index]
+        return min(last_ns) if len(last_ns) >= _FEWEST_AFTER else 0
 
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """Return the bubbles of the present cycle with their low durations in ns; empty if the cycle is too new.
@@ -149,7 +148,7 @@ class BubblePredictor:
         """Learn from a bubble's start and end."""
         met_ns, self._met_ns = self._met_ns, end_ns
         if not self._learning:
-            self._observe_after(kind, index, end_ns - start_ns)
+            self._afters[*self._present, kind, index].append(end_ns - start_ns)
             return
         histories = self._cycle.histories
         if index > len(histories):
@@ -161,14 +160,6 @@ class BubblePredictor:
             del histories[index + 1 :]
             history = histories[index] = _History(kind)
         history.add(end_ns - start_ns, end_ns - met_ns, self.rule)
-
-    def _observe_after(self, kind: BubbleKind, index: int, duration_ns: int) -> None:
-        if index < len(self._after) and self._after[index].kind is not kind:
-            del self._after[index:]
-        if index == len(self._after):
-            self._after.append(_After(kind, deque(maxlen=_LAST_AFTER)))
-        if index < len(self._after):
-            self._after[index].last_ns.append(duration_ns)
 
 
 def among_replicas(step_ns: float, replicas: int, scale_ns: float) -> float:
@@ -191,13 +182,6 @@ def among_replicas(step_ns: float, replicas: int, scale_ns: float) -> float:
     grows = 1 / (3 * scale_ns) if scale_ns > 0 else 0.0  # L (1 + grows L) is the step that is allowed
     hidden_ns = (sqrt(1 + 4 * grows * latest_ns) - 1) / (2 * grows) if grows else 0.0
     return max(hidden_ns, step_ns / replicas)
-
-
-class _After(NamedTuple):
-    """The last bubbles, in ns, at one position of a disturbed cycle."""
-
-    kind: BubbleKind
-    last_ns: deque[int]
 
 
 class _Cycle:

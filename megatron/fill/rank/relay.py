@@ -35,7 +35,8 @@ from megatron.fill.types import BubbleKind, CycleKey
 
 logger = logging.getLogger("pipefill.relay")
 
-_START_S = 20.0
+_START_S = 20.0  # longest wait for the relay's start
+_ASK_S = 0.1  # time between two looks at the free memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,15 @@ class RelaySpec(Spec):
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that the relay inherits."""
         fds = (self.ring_fd, self.gate_fd, self.board_fd, self.control_fd, self.left_fd)
         return [fd for fd in fds if fd is not None]
 
 
 class RelayProcess:
-    """The rank's handle on its relay.
+    """The rank's handle on its relay, whose standard error is appended to ``log``.
 
-    Args:
-        gate: written by the relay while it lives; ended here if it dies, and written by the rank after ``finish``.
-        log: file to which the relay's standard error is appended.
+    The gate is written by the relay while it lives; it is ended here if it dies, and written by the rank after
+    ``finish``.
     """
 
     def __init__(self, spec: RelaySpec, ring: Ring, gate: SharedGate | None, log: Path) -> None:
@@ -77,9 +76,9 @@ class RelayProcess:
                 pass_fds=spec.fds,
             )
 
-    def wait_ready(self, timeout_s: float = _START_S) -> bool:
+    def wait_ready(self) -> bool:
         """Wait until the relay listens, so that it times the first facts, too; False if it does not in time."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + _START_S
         while not self._ring.heard and self.alive() and time.monotonic() < until:
             time.sleep(0.002)
         return self._ring.heard
@@ -123,10 +122,7 @@ class RelayProcess:
 class FreeMemory:
     """The device memory that the training leaves free, by the driver's latest answer to a thread; 0 without an answer.
 
-    The answer may take milliseconds while a worker creates a context.
-
-    Args:
-        ask: returns the driver's value in bytes.
+    ``ask`` returns it in bytes, which may take milliseconds while a worker creates a context.
 
     Attributes:
         missing_bytes: part of the training's own margin that could not be reserved, and that workers must not use.
@@ -150,13 +146,13 @@ class FreeMemory:
                 logger.warning("how much memory is free cannot be said, so nothing is filled: %s", error)
             self._failed = True
 
-    def watch(self, every_s: float = 0.1) -> None:
-        """Ask the driver now, and then periodically in a daemon thread."""
+    def watch(self) -> None:
+        """Ask the driver now, and then every ``_ASK_S`` in a daemon thread."""
 
         def run() -> None:
             while True:
                 self.look()
-                time.sleep(every_s)
+                time.sleep(_ASK_S)
 
         self.look()
         threading.Thread(target=run, name="memory", daemon=True).start()

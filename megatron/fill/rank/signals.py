@@ -117,15 +117,9 @@ class WrittenSignals:
 
 
 def cuda_signals(device: str, ring: Ring, ways: Sequence[Callable[[str, Ring], Signals]] | None = None) -> Signals:
-    """Return the kind of signals that costs the compute stream least, by a measurement of each.
+    """Return the kind of signals that costs the compute stream least, by a measurement of each kind (``ways``).
 
-    Args:
-        device: torch's name of the GPU, such as ``cuda:0``.
-        ring: the ring, which has no reader yet.
-        ways: the kinds to choose from; None for all.
-
-    Raises:
-        FillError: the driver refuses all of them.
+    The ring has no reader yet.  FillError if the driver refuses all of them.
     """
     costs: list[tuple[float, Callable[[str, Ring], Signals]]] = []
     refused = "no kind of mark is known"

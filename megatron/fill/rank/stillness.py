@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from megatron.fill.pages.pulse import LOOK_S, Pulse
+from megatron.fill.pages.board import LOOK_S, Pulse
 from megatron.fill.types import BubbleKind, RankInfo
 
 logger = logging.getLogger("pipefill")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from megatron.fill.linux import host
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, OpenBubble, SharedGateReader
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog
+from megatron.fill.pages.steplog import StepLog, WorkerPhase
 from megatron.fill.pages.watcher import watch_control
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.imperative import NOT_FOUND, become_command, why_no_program

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.fill.pages.gate import OpenBubble
-from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import WorkerPhase
 from megatron.fill.profiles import JobProfile
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import BubbleUse, Lack

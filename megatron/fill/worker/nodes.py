@@ -14,7 +14,7 @@ from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.folders import PLAN
 from megatron.fill.linux.files import write_text
 from megatron.fill.pages.board import CycleBoardReader
-from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import WorkerPhase
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan, drifted
 from megatron.fill.planner.search import best_plan

@@ -25,8 +25,7 @@ from typing import Protocol
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.control import AlwaysRunning, RunSwitch
 from megatron.fill.pages.gate import GateReader, OpenBubble
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog
+from megatron.fill.pages.steplog import StepLog, WorkerPhase
 
 logger = logging.getLogger("pipefill.pacing")
 

@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.pages.phases import Saving, WorkerPhase
-from megatron.fill.pages.steplog import StepLog
+from megatron.fill.pages.steplog import Saving, StepLog, WorkerPhase
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.worker import checkpoint
 from megatron.fill.worker.pacing import TakesTurn, at_once

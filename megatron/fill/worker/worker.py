@@ -31,8 +31,7 @@ from megatron.fill.pages.baton import Baton, TailGate
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog, map_log
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, map_log
 from megatron.fill.profiles import JobProfile, is_amount
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sandbox.process import SandboxedProcess

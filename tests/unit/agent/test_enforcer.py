@@ -16,8 +16,7 @@ import pytest
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.enforcer import Enforcer, Overtime, _Core
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.status import Cause
 from megatron.fill.types import BubbleUse
 from tests.support.waiting import until

@@ -22,8 +22,7 @@ from megatron.fill.agent.watch import End, JobWorker, Judge, StopRequests
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.lastword import LastWord
-from megatron.fill.pages.phases import Saving
-from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.pages.steplog import Saving, StepLog, create_log
 from megatron.fill.records.agent import AgentFile, read_agent
 from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.values import Claim, Progress, Standing

@@ -21,8 +21,7 @@ from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.watch import progress_of
 from megatron.fill.errors import TaskError
 from megatron.fill.pages import steplog
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, create_log, map_log
+from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, WorkerPhase, create_log, map_log
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.status import Cause, Then
 from megatron.fill.types import BubbleUse, Lack

@@ -14,8 +14,7 @@ import pytest
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.watch import JobWorker
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.status import Cause
 from megatron.fill.worker.spec import Outcome
 

@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.cli import main
-from megatron.fill.pages.board import CycleBoard, CycleBoardReader
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader, Pulse
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.moving import RankStanding, find_standings, stillness
-from megatron.fill.pages.pulse import Pulse
 from megatron.fill.rank.stillness import StillnessWatch
 from megatron.fill.store import open_store
 from megatron.fill.types import BubbleKind, RankInfo

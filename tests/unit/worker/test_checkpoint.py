@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatron.fill.errors import TaskError
-from megatron.fill.pages.phases import Saving, WorkerPhase
-from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.pages.steplog import Saving, StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.worker import checkpoint

@@ -9,8 +9,7 @@ import pytest
 from megatron.fill.errors import TaskError
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.gate import OpenBubble
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 from megatron.fill.sidetask.machine import TaskMachine

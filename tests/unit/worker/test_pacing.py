@@ -15,8 +15,7 @@ import pytest
 
 from megatron.fill.errors import TaskError
 from megatron.fill.pages.gate import OpenBubble
-from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
