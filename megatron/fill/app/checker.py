@@ -10,11 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import count
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megatron.fill.app.sandboxing import RunSandbox, find_sandbox
+from megatron.fill.app.sandboxing import find_sandbox
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
@@ -38,53 +38,41 @@ def main() -> None:
         run_sandbox = find_sandbox(settings, None, spec.search)
         directory = Path(spec.folder) / "job"
         directory.mkdir()
-        if run_sandbox.user is not None:
-            os.chown(directory, run_sandbox.user.uid, run_sandbox.user.gid)
+        user = run_sandbox.user
+        if user is not None:
+            os.chown(directory, user.uid, user.gid)
+        sandbox = Sandbox(
+            namespaces=run_sandbox.namespaces,
+            directory=str(directory),
+            binds=(*map(Bind, spec.search), *run_sandbox.binds),
+            user=None if user is None else user.uid,
+            group=None if user is None else user.gid,
+            network=settings.network,
+        )
         first = 0
-        for group in spec.groups:
-            _tell(1, ended=_look(group, spec.search, settings, run_sandbox, str(directory), first))
+        for group in spec.groups:  # jobs that share an environment, in a process of their own
+            tasks = tasks_of(os.getuid() if user is None else user.uid) + 2 * settings.max_processes
+            limit = partial(limit_resources, None, tasks, settings.max_files)
+            held = SandboxedProcess(sandbox, limit, partial(_look, group, spec.search, directory, first))
+            held.begin()
+            _tell(1, ended=held.wait())
             first += len(group["jobs"])
     except FillError as error:
         sys.exit(str(error))
 
 
-def _look(
-    group: dict[str, Any],
-    search: Sequence[str],
-    settings: FillSettings,
-    run_sandbox: RunSandbox,
-    directory: str,
-    first: int,
-) -> int:
-    """Check the jobs that share an environment, from number ``first`` on, in a process of their own; return its exit
-    code.
-    """
-    user = run_sandbox.user
-    sandbox = Sandbox(
-        namespaces=run_sandbox.namespaces,
-        directory=directory,
-        binds=(*map(Bind, search), *run_sandbox.binds),
-        user=None if user is None else user.uid,
-        group=None if user is None else user.gid,
-        network=settings.network,
-    )
-    tasks = tasks_of(os.getuid() if user is None else user.uid) + 2 * settings.max_processes
-
-    def body() -> None:
-        os.chdir(directory)
-        answers, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(nowhere, fd)
-        host.apply_environment(group["env"])
-        known: dict[str, Examined] = {}
-        for number, job in zip(count(first), group["jobs"], strict=False):
-            _tell(answers, begun=number)
-            _tell(answers, of=number, **asdict(_examine(job, search, known)))
-        os._exit(0)  # in spite of threads that an import has started
-
-    held = SandboxedProcess(sandbox, lambda: limit_resources(None, tasks, settings.max_files), body)
-    held.begin()
-    return held.wait()
+def _look(group: dict[str, Any], search: Sequence[str], directory: Path, first: int) -> NoReturn:
+    """Check the jobs of a group, from number ``first`` on."""
+    os.chdir(directory)
+    answers, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    host.apply_environment(group["env"])
+    failed: dict[str, Examined] = {}
+    for number, job in enumerate(group["jobs"], first):
+        _tell(answers, begun=number)
+        _tell(answers, of=number, **asdict(_examine(job, search, failed)))
+    os._exit(0)  # in spite of threads that an import has started
 
 
 def _examine(job: dict[str, Any], search: Sequence[str], failed: dict[str, Examined]) -> Examined:

@@ -57,7 +57,6 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
     """Print the state of the jobs of a training that has failed, in one line, on the first rank that has failed.
 
     Args:
-        store: the job store that the training served.
         segment: the folder of its records.
         names: names of the jobs in its jobs file.
         alone: text on how they go on without it (``go_on``).
@@ -94,9 +93,8 @@ def rounds(settings: FillSettings, info: RankInfo) -> int:
     On the CPU, whose cores share caches and memory bandwidth, the ranks of a node follow one another.  GPUs measure
     all at once.
     """
-    if not settings.baseline_seconds:
-        return 0
-    return info.local_world_size if info.device == "cpu" else 1
+    together = info.local_world_size if info.device == "cpu" else 1
+    return together if settings.baseline_seconds else 0
 
 
 def measure_alone(session: Session | None, of: int, seconds: float) -> None:
@@ -151,8 +149,7 @@ def _store() -> Iterator[Any]:
 def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritten: Mapping[int, Unwritten]) -> None:
     """Make, print and write the report of a training, whose unwritten records are given by rank.
 
-    Raises:
-        OSError, FillError: not all could be written, or there is nothing to report.
+    OSError or FillError if not all could be written, or there is nothing to report.
     """
     from megatron.fill import report
     from megatron.fill.display import report_console

@@ -42,7 +42,6 @@ class Freed:
         import torch.distributed as dist
 
         def gathered(mine: Any) -> list[Any]:
-            """Return the value of every rank, by rank."""
             found: list[Any] = [None] * info.world_size
             dist.all_gather_object(found, mine)
             return found

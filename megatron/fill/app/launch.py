@@ -35,7 +35,7 @@ from megatron.fill.app.runfolder import (
     served,
     store_of,
 )
-from megatron.fill.app.runlock import RunLock, exit_together, lock_run_folder
+from megatron.fill.app.runlock import exit_together, lock_run_folder
 from megatron.fill.app.sandboxing import RunSandbox, check_flags, find_sandbox
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
@@ -69,7 +69,7 @@ class Launch:
         self.session: Session | None = None
         self._taken: tuple[int, Any] | None = None  # the rank by --fill-rank-order, and the store that it serves
         self._run_dir: Path | None = None
-        self._lock: RunLock | None = None
+        self._lock: int | None = None  # the descriptor that holds it
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
         self._new_jobs: list[NewJob] = []  # on rank 0: the jobs that no earlier run in this folder has submitted
@@ -285,7 +285,7 @@ class Launch:
     def release(self) -> None:
         """Release the run folder, so that another training may use it."""
         if self._lock is not None:
-            self._lock.release()
+            os.close(self._lock)
             self._lock = None
 
     def _end(self, ending: SegmentEnding) -> None:

@@ -29,36 +29,27 @@ from megatron.fill.types import RankInfo
 logger = logging.getLogger("pipefill")
 
 
-def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: Sharing | None = None) -> FillRule:
-    """Return the fill rule of a rank, from the settings.
-
-    Args:
-        replicas: number of ranks per stage: an iteration of the training lasts as long as the longest of theirs.
-        sharing: mode in which jobs share the rank's GPU; None on the CPU.
-    """
-    usual = TIMESLICED if sharing is Sharing.TIMESLICE else FillRule()
-    least_us, guard_us = settings.min_bubble_us, settings.guard_us
-    return replace(
-        usual,
-        warmup=settings.warmup_iterations,
-        overrun=settings.overrun / 100,
-        stages=stages,
-        replicas=replicas,
-        min_bubble_ns=usual.min_bubble_ns if least_us is None else int(least_us * 1000),
-        guard_ns=usual.guard_ns if guard_us is None else int(guard_us * 1000),
-    )
-
-
-def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sharing | None = None) -> RankSpec:
-    """Return the spec of a rank's listener; ``sharing`` is as for ``fill_rule``.
+def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sharing | None) -> RankSpec:
+    """Return the spec of a rank's listener; ``sharing`` is how jobs share its GPU, None on the CPU.
 
     All ranks of a stage count as its replicas, those of tensor, context and expert parallelism too: each has a gate
     of its own, and the others wait for the latest of them.
     """
+    usual = TIMESLICED if sharing is Sharing.TIMESLICE else FillRule()
+    least_us, guard_us = settings.min_bubble_us, settings.guard_us
+    rule = replace(
+        usual,
+        warmup=settings.warmup_iterations,
+        overrun=settings.overrun / 100,
+        stages=info.stages,
+        replicas=max(1, info.world_size // info.stages),
+        min_bubble_ns=usual.min_bubble_ns if least_us is None else int(least_us * 1000),
+        guard_ns=usual.guard_ns if guard_us is None else int(guard_us * 1000),
+    )
     return RankSpec(
         info,
         str(record),
-        fill_rule(settings, info.stages, max(1, info.world_size // info.stages), sharing),
+        rule,
         trace_iterations=settings.trace_iterations,
         paired_blocks=settings.paired_blocks,
         max_slowdown=settings.max_slowdown / 100,
@@ -66,21 +57,13 @@ def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sha
 
 
 class HostListening:
-    """Listening on the CPU, where the host waits when the device does.
-
-    Args:
-        gate, board, control: the rank's pages; None to measure only.
-
-    Attributes:
-        listener: the listener for the bus.
-        free_bytes: returns the device memory that is free now.
-    """
+    """Listening on the CPU, where the host waits when the device does; without the rank's pages it measures only."""
 
     def __init__(
         self, spec: RankSpec, gate: SharedGate | None, board: CycleBoard | None, control: ControlPage | None
     ) -> None:
         self._record = spec.record
-        self.free_bytes = FreeHostMemory(rest_s=0.25)
+        self.free_bytes = FreeHostMemory(rest_s=0.25)  # of the device
         self.listener = spec.listener(self.free_bytes, gate, board, control)
 
     def finish(self) -> bytes:
@@ -97,10 +80,8 @@ class HostListening:
 class RelayedListening:
     """Listening on CUDA, where the host runs ahead of the device, by a relay process.
 
-    Args:
-        gate, board, control: the rank's pages; None to measure only.
-        log: the relay's log file.
-        owned_bytes: memory margin that the training reserves in its own allocator.
+    Without the rank's pages it measures only; ``owned_bytes`` is the margin that the training reserves in its own
+    allocator.
     """
 
     def __init__(

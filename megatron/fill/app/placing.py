@@ -28,21 +28,15 @@ def take_rank(order: tuple[int, ...]) -> tuple[int, Any]:
     Returns:
         The logical rank, and the store that this process serves, which has to be kept; None if it serves none.
     """
-    physical = int(os.environ.get("RANK") or 0)
-    rank, store = order.index(physical), None
-    _keep_place(physical, len(order))
-    if len(order) > 1 and os.environ.get(_AGENT_STORE) != str(True):
-        store = _serve(physical)
-    os.environ["RANK"] = str(rank)
-    return rank, store
-
-
-def _keep_place(physical: int, ranks: int) -> None:
-    """Set ``LOCAL_RANK`` and ``GROUP_RANK`` if the launcher has not: the new rank does not imply them."""
-    here = ranks_here(ranks)
-    for name, value in (("LOCAL_RANK", local_rank(physical, ranks)), ("GROUP_RANK", physical // here)):
+    physical, ranks = int(os.environ.get("RANK") or 0), len(order)
+    # The new rank does not imply these, if the launcher has not set them.
+    for name, value in (("LOCAL_RANK", local_rank(physical, ranks)), ("GROUP_RANK", physical // ranks_here(ranks))):
         if not os.environ.get(name):
             os.environ[name] = str(value)
+    store = _serve(physical) if ranks > 1 and os.environ.get(_AGENT_STORE) != str(True) else None
+    rank = order.index(physical)
+    os.environ["RANK"] = str(rank)
+    return rank, store
 
 
 def _serve(physical: int) -> Any:

@@ -25,11 +25,8 @@ def store_of(settings: FillSettings, run_dir: Path) -> str:
 
 def served(settings: FillSettings, run_dir: Path) -> str:
     """Return the line that names the store that a run serves, and where its name comes from."""
-    origin = "the run folder's own"
-    if settings.store:
-        origin = "--fill-store"
-    elif os.environ.get(STORE):
-        origin = f"${STORE}"
+    variable = f"${STORE}" if os.environ.get(STORE) else "the run folder's own"
+    origin = "--fill-store" if settings.store else variable
     store = store_of(settings, run_dir)
     file = database_file(store)
     shared = network_file_system(file) if file is not None else ""
@@ -51,8 +48,7 @@ def _may_be_database(file: Path) -> bool:
 def check_secret(settings: FillSettings) -> None:
     """Raise ConfigError if there is a password on the command line.
 
-    All users see it in ``ps``, and Megatron writes its flags to its output, to TensorBoard and into every
-    checkpoint.
+    Megatron writes its flags to its output, to TensorBoard and into every checkpoint.
     """
     if settings.store is not None and has_password(settings.store):
         raise ConfigError(
@@ -62,10 +58,7 @@ def check_secret(settings: FillSettings) -> None:
 
 
 def check_store(where: str) -> None:
-    """Raise ConfigError if several nodes would share an SQLite file, StoreError if it is not the address of a store.
-
-    The store itself is not contacted.
-    """
+    """Raise ConfigError if several nodes would share an SQLite file, StoreError if it is not the address of a store."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
     if locate(where).drivername == "sqlite" and nodes > 1:
         raise ConfigError(

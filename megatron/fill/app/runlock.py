@@ -1,8 +1,7 @@
 """The lock of a run folder, which is for one training at a time: each rank locks its byte of ``RUN/run.lock``.
 
-The locks are POSIX record locks.  The kernel releases them however a process ends, so a crash leaves no stale lock; NFS
-forwards them between nodes; and a forked process (a data loader) does not keep them, as it would with ``flock``.  They
-belong to the process and end when it closes any descriptor of the file, so nothing else in it may open the file.
+The locks are POSIX record locks (``linux.recordlock``): a crash leaves no stale lock, NFS forwards them between nodes,
+and a forked process (a data loader) does not keep them, as it would with ``flock``.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -33,57 +33,45 @@ _LEASE_S = 100.0
 _LOOK_S = 0.2
 
 
-class RunLock:
-    """This process's lock on a run folder."""
+def take(run_dir: Path, ranks: int, most_s: float = _LEASE_S) -> int:
+    """Lock a run folder as rank 0 of a training, after another training's end, but at most ``most_s`` seconds from now.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    @classmethod
-    def take(cls, run_dir: Path, ranks: int, most_s: float = _LEASE_S) -> RunLock:
-        """Lock a run folder as rank 0 of a training, after another training's end, but at most ``most_s`` seconds from
-        now.
-
-        Raises:
-            RunTaken: a rank of another training holds the folder.
-            OSError: it cannot be made.
-        """
-        run_dir.mkdir(parents=True, exist_ok=True)
-        fd = _locked(run_dir / RUN_LOCK, 0, 0, most_s)
-        note = {"host": os.uname().nodename, "pid": os.getpid(), "since_s": time.time(), "ranks": ranks}
-        with suppress(OSError):  # a full disk: messages elsewhere lack this, and the lock holds anyway
-            os.pwrite(fd, json.dumps(note).encode().ljust(os.fstat(fd).st_size), 0)
-        _unlock(fd, 1, 0)  # for the other ranks of this training
-        return cls(fd)
-
-    @classmethod
-    def join(cls, run_dir: Path, rank: int) -> RunLock:
-        """Lock the folder as another rank of the training whose rank 0 has locked it.
-
-        Raises:
-            RunTaken: the same rank of another training holds it; so on this node it is another folder of that name.
-            OSError: it cannot be opened.
-        """
-        run_dir.mkdir(parents=True, exist_ok=True)
-        return cls(_locked(run_dir / RUN_LOCK, rank, 1, _DYING_S))
-
-    def release(self) -> None:
-        os.close(self._fd)
+    Return the descriptor that holds the lock until it is closed.  RunTaken if a rank of another training holds the
+    folder; OSError if it cannot be made.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    fd = _locked(run_dir / RUN_LOCK, 0, 0, most_s)
+    note = {"host": os.uname().nodename, "pid": os.getpid(), "since_s": time.time(), "ranks": ranks}
+    with suppress(OSError):  # a full disk: messages elsewhere lack this, and the lock holds anyway
+        os.pwrite(fd, json.dumps(note).encode().ljust(os.fstat(fd).st_size), 0)
+    with suppress(OSError):
+        fcntl.lockf(fd, fcntl.LOCK_UN, 0, 1)  # all but the first byte, for the other ranks of this training
+    return fd
 
 
-def lock_run_folder(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, RunLock | None] | None:
-    """Lock the run folder on every rank (a collective), and return it with the lock; None if it cannot be used.
+def join(run_dir: Path, rank: int) -> int:
+    """Lock the folder as another rank of the training whose rank 0 has locked it; as ``take``.
 
-    Args:
-        name: the run folder; rank 0's value counts.
-        most_s: longest wait for another training's end, in seconds.
+    If the same rank of another training holds it, it is another folder of that name on this node.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return _locked(run_dir / RUN_LOCK, rank, 1, _DYING_S)
+
+
+def lock_run_folder(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, int | None] | None:
+    """Lock the run folder, which rank 0 names, on every rank (a collective); None if it cannot be used.
+
+    Returns:
+        The folder, and the descriptor that holds the lock until it is closed; None if this rank cannot hold it.
 
     Raises:
         RunTaken: another training holds the folder on some rank; raised on every rank, with the same message.
     """
     lock, refused = None, ""
     if info.rank == 0:
-        name, lock, refused = _taken(name, info.world_size, most_s)
+        lost = f"the run folder {name} cannot be used, so nothing is filled"
+        lock, refused = _tried(lambda: take(Path(name), info.world_size, most_s), lost)
+        name = name if lock is not None or refused else ""
     if info.world_size > 1:
         import torch.distributed as dist
 
@@ -92,13 +80,14 @@ def lock_run_folder(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tupl
         name, refused = told
         if name and not refused:
             if info.rank != 0:
-                lock, refused = _joined(name, info.rank)
+                lost = f"rank {info.rank} cannot hold the run folder {name}"
+                lock, refused = _tried(lambda: join(Path(name), info.rank), lost)
             found = [""] * info.world_size
             dist.all_gather_object(found, refused)
             refused = next(filter(None, found), "")
     if refused:
         if lock is not None:
-            lock.release()
+            os.close(lock)
         raise RunTaken(refused)
     return (Path(name), lock) if name else None
 
@@ -119,25 +108,14 @@ def exit_together(error: str) -> NoReturn:
     sys.exit(2)
 
 
-def _taken(name: str, ranks: int, most_s: float) -> tuple[str, RunLock | None, str]:
-    """Return the folder (empty if it cannot be used), its lock, and the reason if another training holds it."""
+def _tried(lock: Callable[[], int], lost: str) -> tuple[int | None, str]:
+    """Return the lock, and the reason if another training holds it; an OSError is logged after what is ``lost``."""
     try:
-        return name, RunLock.take(Path(name), ranks, most_s), ""
-    except RunTaken as error:
-        return name, None, str(error)
-    except OSError as error:
-        logger.warning("the run folder %s cannot be used, so nothing is filled: %s", name, error)
-        return "", None, ""
-
-
-def _joined(name: str, rank: int) -> tuple[RunLock | None, str]:
-    """Return the lock, and the reason if another training holds it."""
-    try:
-        return RunLock.join(Path(name), rank), ""
+        return lock(), ""
     except RunTaken as error:
         return None, str(error)
     except OSError as error:
-        logger.warning("rank %d cannot hold the run folder %s: %s", rank, name, error)
+        logger.warning("%s: %s", lost, error)
         return None, ""
 
 
@@ -176,11 +154,6 @@ def _locked(path: Path, start: int, length: int, most_s: float) -> int:
                     min(most_s, _LEASE_S),
                 )
         time.sleep(_LOOK_S)
-
-
-def _unlock(fd: int, start: int, length: int) -> None:
-    with suppress(OSError):
-        fcntl.lockf(fd, fcntl.LOCK_UN, length, start)
 
 
 class _Other:

@@ -19,8 +19,6 @@ from megatron.fill.sandbox.view import may_enter
 
 @dataclass(frozen=True, slots=True)
 class RunSandbox:
-    """The sandbox of this run's jobs."""
-
     user: JobUser | None = None  # user that the jobs run as; None for the training's user
     namespaces: tuple[str, ...] = ()  # namespaces that this machine provides (``Sandbox``)
     binds: tuple[Bind, ...] = ()  # paths that jobs may use besides their own folders
@@ -49,7 +47,6 @@ def find_sandbox(
     """Determine the sandbox that this machine provides, and print what it lacks.
 
     Args:
-        mps: the MPS daemon that the ranks use; None without MPS.
         modules: folders from which the jobs' own modules are imported.
         on_gpu: the first rank of each node tries to use a GPU in the sandbox.
 

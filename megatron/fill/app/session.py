@@ -46,7 +46,7 @@ class Session:
         segment: the folder for the records.
         store: the URL of the job store that this run serves.
         jobs: jobs that this rank's agent submits to it.
-        mps: the MPS daemon that this rank uses; None without MPS.
+        mps: the MPS daemon that this rank uses; None for time-slicing.
         owns_margin: on a GPU, this process keeps the memory margin in its own allocator.
     """
 
@@ -100,12 +100,11 @@ class Session:
 
     def _listen(self) -> HostListening | RelayedListening:
         record = rank_file(self.segment.resolve(), self.info.rank)  # absolute, since the script may change its folder
-        by = Sharing.TIMESLICE if self.mps is None else Sharing.MPS
-        sharing = None if self.info.device == "cpu" else by
-        spec = rank_spec(self.settings, self.info, record, sharing)
         pages = self.gate, self.board, self.control
-        if sharing is None:
-            return HostListening(spec, *pages)
+        if self.info.device == "cpu":
+            return HostListening(rank_spec(self.settings, self.info, record, None), *pages)
+        sharing = Sharing.TIMESLICE if self.mps is None else Sharing.MPS
+        spec = rank_spec(self.settings, self.info, record, sharing)
         log = self.run_dir / AGENTS / f"relay{self.info.rank}.log"
         return RelayedListening(spec, *pages, log, _uuid(self.info.device), self._owned_bytes)
 
@@ -116,12 +115,12 @@ class Session:
         self._seen = self.listening.finish()
 
     def measure_alone(self, seconds: float) -> None:
-        gate = self.gate if self.control is not None and self.control.running else None
-        if gate is not None and not gate.ended:
-            gate.open_alone(time.monotonic_ns() + int(seconds * 1e9))
+        runs = self.control is not None and self.control.running
+        if self.gate is not None and runs and not self.gate.ended:
+            self.gate.open_alone(time.monotonic_ns() + int(seconds * 1e9))
         time.sleep(seconds)
-        if gate is not None:
-            gate.close(time.monotonic_ns())
+        if self.gate is not None and runs:
+            self.gate.close(time.monotonic_ns())
 
     def abort(self) -> None:
         """End all processes of PipeFill after the training has failed."""

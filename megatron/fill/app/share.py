@@ -16,11 +16,7 @@ from megatron.fill.errors import ConfigError
 
 
 def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
-    """Choose the mode; with MPS, start or find the daemon, make this process its client, and return it.
-
-    Raises:
-        ConfigError: the requested mode is not available.
-    """
+    """Choose the mode, or raise ConfigError; with MPS, start or find the daemon, become its client, and return it."""
     try:
         nvml = None if on_cpu else Nvml()
         gpus = [] if nvml is None else nvml.gpus()
@@ -43,8 +39,7 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
 def why_no_client(daemon: MpsDaemon) -> str:
     """Return why this rank is not a client of the daemon that its workers use; empty if it is one.
 
-    A rank that is not a client shares the GPU with the MPS server by time slices: workers get far more than their
-    share.
+    A rank that is none shares the GPU with the MPS server by time slices: workers get far more than their share.
     """
     import torch
 

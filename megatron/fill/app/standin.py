@@ -27,10 +27,7 @@ _SCHEDULE = CycleKey("waiting", 1)
 
 
 def wait_in_bubbles(listener: Listener, bubble_s: float, period_s: float, over: Callable[[float], bool]) -> None:
-    """Report iterations with one bubble at the end of each, until ``over`` returns True.
-
-    ``over`` sleeps for the given seconds or until the end, and returns True at the end.
-    """
+    """Report iterations with one bubble at the end of each, until ``over``, which sleeps so long, returns True."""
     number, ended = 0, False
     while not ended:
         number += 1

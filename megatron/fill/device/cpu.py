@@ -164,12 +164,7 @@ class HostLimiter:
 
 
 class CpuDevice:
-    """The host, or the part of it that this process's control group may use.
-
-    Args:
-        home: place for the workers' control groups; None to find it.
-        groups: control groups that may limit this process's memory; None to find them.
-    """
+    """The host, or the part of it that this process's control group may use."""
 
     def __init__(self, home: CgroupHome | None = None, groups: list[MemoryGroup] | None = None) -> None:
         self.name = self.worker_name = "cpu"

@@ -239,16 +239,12 @@ def device_nodes(uuid: str, proc: Path = Path("/proc"), dev: Path = Path("/dev")
 
 
 class CudaDevice:
-    """A GPU.
+    """A GPU; DeviceError if there is no driver, or no such GPU.
 
     Args:
-        name: name by which the rank knows the device: ``cuda:3``.
         mps: daemon that the rank uses; None for time-slicing.
         uuid: UUID of the GPU; None to find it by ``CUDA_VISIBLE_DEVICES``, if CUDA numbers GPUs by their PCI bus.
         rank: pid of the training's process on the device; None for this process.
-
-    Raises:
-        DeviceError: there is no driver, or no such GPU.
     """
 
     def __init__(

@@ -22,16 +22,13 @@ _joined: list[MpsDaemon] = []  # at most one
 
 
 def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon:
-    """Join the daemon of this run on this node; CUDA uses it from now on.
+    """Join the daemon of this run on this node, by changing this process's environment; CUDA uses it from now on.
 
-    ``CUDA_MPS_PIPE_DIRECTORY`` in the environment names a daemon that runs already; else the first rank starts one.
+    ``CUDA_MPS_PIPE_DIRECTORY`` in it names a daemon that runs already; else the first rank starts one.  DeviceError if
+    the daemon cannot be used.
 
     Args:
         report: run folder; None for a folder named after the ranks' launcher.
-        environment: environment of this process, which is changed.
-
-    Raises:
-        DeviceError: the daemon cannot be used.
     """
     if not _joined and environment.get(PIPE):
         _joined.append(MpsDaemon.existing(Path(environment[PIPE])))

@@ -93,14 +93,11 @@ shared_nvml = cache(Nvml)  # that of this process
 
 
 def uuid_of(name: str, visible: str | None, gpus: list[Gpu]) -> str:
-    """The UUID of the device that CUDA calls ``cuda:N``.
+    """The UUID of the device that CUDA calls ``cuda:N``; DeviceError if there is none.
 
     Args:
         visible: ``CUDA_VISIBLE_DEVICES``, whose entries are indices or beginnings of UUIDs; None if it is not set.
         gpus: GPUs in the order of their PCI bus.
-
-    Raises:
-        DeviceError: there is no such device.
     """
     number = name.removeprefix("cuda").removeprefix(":") or "0"
     if not name.startswith("cuda") or not number.isdigit():

@@ -19,14 +19,12 @@ def choose_sharing(
         setting: the user's choice: ``auto``, ``mps`` or ``timeslice``.
         gpus: number of GPUs.
         mps_program: True if the MPS control program is installed.
-        same_user: True if workers run as the training's user, the only one that an MPS server serves.
+        same_user: True if workers run as the training's user.
         exclusive: True if the compute mode of a GPU allows at most one process at a time.
 
     Raises:
         DeviceError: MPS was asked for and cannot be used, or time-slicing cannot be used.
     """
-    if setting not in ("auto", *Sharing):
-        raise DeviceError(f"sharing {setting!r}: expected auto, mps or timeslice")
     if setting != Sharing.MPS and gpus and exclusive:
         raise DeviceError(
             "a GPU here is in an exclusive compute mode, in which no job can use it beside the training; expected the "
@@ -35,8 +33,7 @@ def choose_sharing(
     if setting == Sharing.TIMESLICE:
         return Sharing.TIMESLICE, "asked for"
     if setting == Sharing.MPS:
-        obstacle = mps_obstacle(gpus, mps_program, same_user)
-        if obstacle:
+        if obstacle := mps_obstacle(gpus, mps_program, same_user):
             raise DeviceError(f"sharing by MPS was asked for, but {obstacle}")
         return Sharing.MPS, "asked for; a worker's illegal access can end the main job"
     if not gpus:

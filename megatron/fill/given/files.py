@@ -22,12 +22,8 @@ _WRITER_S = 2.0  # for whoever writes into a pipe to open it
 def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) -> str:
     """Return the file's text.
 
-    Args:
-        expected: description of a valid file for error messages, such as ``a report.json``.
-
-    Raises:
-        ConfigError: the file cannot be read, is larger than ``most_bytes``, is not UTF-8, or is a pipe that nobody
-            writes into.
+    ConfigError, with a description of a valid file (``expected``, such as ``a report.json``), if it cannot be read, is
+    larger than ``most_bytes``, is not UTF-8, or is a pipe that nobody writes into.
     """
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:

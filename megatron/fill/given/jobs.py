@@ -226,11 +226,7 @@ def distinct(jobs: Sequence[JobSpec]) -> list[JobSpec]:
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:
-    """Read a jobs file; jobs with a count are expanded.
-
-    Raises:
-        ConfigError: the file is invalid; the message names the file, line, job, field, value, and what was expected.
-    """
+    """Read a jobs file, and expand jobs with a count; ConfigError, with the file and the line, if it is invalid."""
     read = read_yaml(path, "a YAML file with a list of jobs")
     data = read.value
     if not isinstance(data, dict) or not isinstance(data.get("jobs"), list):

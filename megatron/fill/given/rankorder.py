@@ -16,8 +16,7 @@ from megatron.fill.given.problems import shown
 def load_rank_order(path: str | Path, world_size: int) -> tuple[int, ...]:
     """Return the physical rank (the launcher's) of each logical rank (Megatron's).
 
-    Raises:
-        ConfigError: the file is invalid, or does not name each of ``world_size`` ranks once.
+    ConfigError if the file is invalid, or does not name each of ``world_size`` ranks once.
     """
     expected = f'{{"order": [...]}} with each rank from 0 to {world_size - 1} once'
     data = read_json(path, expected)

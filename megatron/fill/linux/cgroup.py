@@ -114,16 +114,9 @@ def _is_delegated(path: Path, known: frozenset[Path] | None) -> bool:
 
 
 class Cgroup:
-    """A worker's group, created here.
+    """A worker's group, created in a home with a path; the kernel enforces the limits for which that has controllers.
 
-    Args:
-        home: home with a path.
-        name: name of the group, without the prefix.
-        memory_bytes, processes: limits, which the kernel enforces if ``home`` has the controllers; None for no limit.
-
-    Raises:
-        OSError: the group cannot be created.
-        ValueError: ``name`` is not a valid name of a folder.
+    OSError if it cannot be created, ValueError if ``name`` (without the prefix) is not a valid name of a folder.
     """
 
     def __init__(self, home: CgroupHome, name: str, memory_bytes: int | None, processes: int) -> None:

@@ -34,11 +34,8 @@ def wait(address: int, expected: int, timeout_ns: int) -> bool:
     """Sleep in the kernel while the word at ``address`` equals ``expected``, for at most ``timeout_ns``.
 
     After a wake without a change of the word it sleeps ``NAP_S``, so that a storm of wakes does not keep the caller
-    busy.
-
-    Returns:
-        False if ``timeout_ns`` has passed; True after a wake, a signal, or at once if the word differs already.  The
-        caller must read the word again in any case.
+    busy.  Return False if ``timeout_ns`` has passed; True after a wake, a signal, or at once if the word differs
+    already.  The caller must read the word again in any case.
     """
     if timeout_ns <= 0:
         return False

@@ -43,10 +43,7 @@ def reader_fd(fd: int) -> int:
 def map_page(fd: int, size: int, *, writable: bool) -> tuple[memoryview, int]:
     """Map the first ``size`` bytes of a file until the process ends; return them as memory, and their address.
 
-    Python's ``mmap`` does not give the address of read-only memory, which a futex needs.
-
-    Raises:
-        OSError: the file cannot be mapped this way, or is shorter.
+    Python's ``mmap`` does not give the address of read-only memory, which a futex needs.  OSError if it is shorter.
     """
     if os.fstat(fd).st_size < size:  # access beyond its end would raise SIGBUS
         raise OSError(f"it has {os.fstat(fd).st_size} bytes; expected {size}")

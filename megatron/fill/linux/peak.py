@@ -19,11 +19,7 @@ def keep(proc: int) -> None:
 
 
 class PeakMemory:
-    """The peak of this process's resident memory.
-
-    Raises:
-        OSError: ``/proc`` is read-only and ``keep`` was not called before.
-    """
+    """The peak of this process's resident memory; OSError if ``/proc`` is read-only and ``keep`` was not called."""
 
     def __init__(self) -> None:
         kept = _kept.get(os.getpid())

@@ -1,5 +1,4 @@
-"""Killing of descendants: all processes of a worker, all orphans that this process adopted from dead children, or all
-processes below another.
+"""Killing of descendants: of a worker, of all orphans that this process adopted from dead children, or of another.
 
 A process that this process started for its own use is not an orphan: it stays in this process's group (a control
 program, say) or is in ``tree.OWN`` (workers and their holders).  Adopting orphans requires ``host.adopt_orphans``.
@@ -50,12 +49,9 @@ def _end(
     groups: Callable[[list[Process]], set[int]] = lambda processes: set(),
     at_once: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Stop all processes, then kill them: a stopped process does not fork, so even a fork bomb is a finite set.
+    """Stop all living processes, then kill them: a stopped one does not fork, so even a fork bomb is a finite set.
 
-    Args:
-        look: returns the processes to kill that are alive now.
-        collect: reaps those that have died and are children of this process.
-        groups: returns those of their process groups that hold no other process.
+    ``collect`` reaps those that have died; ``groups`` returns those of their process groups that hold no other process.
     """
     end_s = time.monotonic() + budget_s
     empty = 0

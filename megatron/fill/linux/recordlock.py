@@ -16,11 +16,9 @@ _FLOCK = "hhqqi"  # struct flock of a 64-bit Linux
 
 
 def lock(fd: int, start: int, length: int, *, shared: bool = False) -> bool:
-    """Lock bytes of a file; False if another process holds them; OSError if it cannot be locked.
+    """Lock ``length`` bytes of a file (0 for all from ``start`` on); False if another process holds them.
 
-    Args:
-        length: number of bytes from ``start`` on; 0 for all.
-        shared: others may hold a shared lock too.
+    Others may hold a ``shared`` lock too.  OSError if the file cannot be locked.
     """
     try:
         fcntl.lockf(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB, length, start)

@@ -66,17 +66,13 @@ def descendants(pid: int, proc: str = "/proc") -> list[int]:
 
 
 def marked(pid: int, mark: str, proc: str = "/proc") -> bool:
-    """True if the process was started with this mark in its environment."""
     return f"{MARK}={mark}".encode() in read(f"{proc}/{pid}/environ").split(b"\0")
 
 
 class WorkerTree:
-    """The processes of a worker, including orphans.
+    """The processes of a worker, orphans included: below its first one, or with its ``mark`` in the environment.
 
-    Args:
-        pid: first process of the worker.
-        mark: value of ``MARK`` in its environment.
-        holder: pid of the parent that set up the sandbox and ends with the worker; excluded from the tree.
+    ``holder`` is the parent that set up the sandbox and ends with the worker; it is excluded from the tree.
     """
 
     def __init__(self, pid: int, mark: str, holder: int | None = None) -> None:

@@ -7,36 +7,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.fill.app.listening import fill_rule, rank_spec
+from megatron.fill.app.listening import rank_spec
 from megatron.fill.config import FillSettings
 from megatron.fill.device.port import Sharing
 from megatron.fill.rank.predictor import CASES, among_replicas
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import RankInfo
 
 MS = 1_000_000
 
 
+def rule_of(settings: FillSettings, sharing: Sharing | None, ranks: int = 4) -> FillRule:
+    return rank_spec(settings, RankInfo(0, ranks, 0, 1, 0, 1, 0, 4), Path("rank0.json"), sharing).rule
+
+
 @pytest.mark.parametrize("sharing", [None, Sharing.MPS])
 def test_where_nobody_takes_turns_no_end_is_kept_free(sharing):
-    rule = fill_rule(FillSettings(), 4, sharing=sharing)
+    rule = rule_of(FillSettings(), sharing)
     assert (rule.guard_ns, rule.min_bubble_ns, rule.stages) == (0, MS, 4)
 
 
 def test_a_time_sliced_gpu_keeps_a_turn_free_and_leaves_short_bubbles_alone():
-    rule = fill_rule(FillSettings(), 4, sharing=Sharing.TIMESLICE)
+    rule = rule_of(FillSettings(), Sharing.TIMESLICE)
     assert (rule.guard_ns, rule.min_bubble_ns) == (2 * MS, 5 * MS)
 
 
 @pytest.mark.parametrize("sharing", [None, *Sharing])
 def test_what_the_user_says_counts(sharing):
-    rule = fill_rule(FillSettings(guard_us=0, min_bubble_us=300), 4, sharing=sharing)
+    rule = rule_of(FillSettings(guard_us=0, min_bubble_us=300), sharing)
     assert (rule.guard_ns, rule.min_bubble_ns) == (0, 300_000)
 
 
-@pytest.mark.parametrize(("world_size", "stages", "replicas"), [(8, 4, 2), (4, 4, 1), (1, 4, 1), (512, 8, 64)])
-def test_ranks_that_share_a_stage_are_its_replicas(world_size, stages, replicas):
-    info = RankInfo(0, world_size, 0, 1, 0, 1, 0, stages)
-    assert rank_spec(FillSettings(), info, Path("rank0.json")).rule.replicas == replicas
+@pytest.mark.parametrize(("ranks", "replicas"), [(8, 2), (4, 1), (1, 1), (256, 64)])
+def test_ranks_that_share_a_stage_are_its_replicas(ranks, replicas):
+    assert rule_of(FillSettings(), None, ranks).replicas == replicas
 
 
 def longest_of(times: np.ndarray, replicas: int) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app import runlock
-from megatron.fill.app.runlock import RunLock, lock_run_folder
+from megatron.fill.app.runlock import join, lock_run_folder, take
 from megatron.fill.attached import Attached
 from megatron.fill.errors import RunTaken
 from megatron.fill.folders import RUN_LOCK
@@ -31,10 +31,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path, holder):
     run = tmp_path / "run"
-    first = holder(lambda: RunLock.take(run, 2))
+    first = holder(lambda: take(run, 2))
     before = (run / RUN_LOCK).read_bytes()
     with pytest.raises(RunTaken) as refused:
-        RunLock.take(run, 2)
+        take(run, 2)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime())[:-3]
     text = str(refused.value)
     assert text.startswith(
@@ -45,51 +45,51 @@ def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path,
 
 
 def test_a_killed_training_is_in_nobodys_way(tmp_path, holder):
-    first = holder(lambda: RunLock.take(tmp_path, 2))
+    first = holder(lambda: take(tmp_path, 2))
     first.kill()
-    RunLock.take(tmp_path, 2).release()
+    os.close(take(tmp_path, 2))
     assert json.loads((tmp_path / RUN_LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_a_rank_that_outlives_rank_0_still_holds_the_folder(tmp_path, holder):
-    rank_0 = holder(lambda: RunLock.take(tmp_path, 4))
-    rank_3 = holder(lambda: RunLock.join(tmp_path, 3))
+    rank_0 = holder(lambda: take(tmp_path, 4))
+    rank_3 = holder(lambda: join(tmp_path, 3))
     rank_0.kill()
     with pytest.raises(RunTaken, match=rf"its rank 3, process {rank_3.pid} on {NODE}"):
-        RunLock.take(tmp_path, 2)
+        take(tmp_path, 2)
 
 
 def test_ranks_of_one_training_hold_it_together_and_of_two_do_not(tmp_path, holder):
-    holder(lambda: RunLock.take(tmp_path, 3))
-    holder(lambda: RunLock.join(tmp_path, 1))
-    RunLock.join(tmp_path, 2).release()
+    holder(lambda: take(tmp_path, 3))
+    holder(lambda: join(tmp_path, 1))
+    os.close(join(tmp_path, 2))
     with pytest.raises(RunTaken, match="its rank 1"):
-        RunLock.join(tmp_path, 1)
+        join(tmp_path, 1)
 
 
 def test_a_process_forked_from_a_rank_does_not_keep_its_lock(tmp_path, holder):
     def forks() -> None:
-        RunLock.take(tmp_path, 1)
+        take(tmp_path, 1)
         if os.fork() == 0:
             time.sleep(3)
             os._exit(0)
 
     holder(forks).kill()
-    RunLock.take(tmp_path, 1).release()
+    os.close(take(tmp_path, 1))
 
 
 def test_a_lost_nodes_lock_is_waited_for_and_can_be_overridden(tmp_path, holder, monkeypatch, caplog):
     monkeypatch.setattr(runlock, "network_file_system", lambda path: "nfs4")
-    holder(lambda: RunLock.take(tmp_path, 2))
+    holder(lambda: take(tmp_path, 2))
     note = json.loads((tmp_path / RUN_LOCK).read_text())
     (tmp_path / RUN_LOCK).write_text(json.dumps(note | {"host": "node7"}))
     began_s = time.monotonic()
     with pytest.raises(RunTaken, match=rf"on node7, since .*; if node7 is lost, remove {tmp_path / RUN_LOCK}"):
-        RunLock.take(tmp_path, 2, most_s=0.5)
+        take(tmp_path, 2, most_s=0.5)
     assert time.monotonic() - began_s > 0.5
     assert "waiting for 0 s, in case its node is lost" in caplog.text
     (tmp_path / RUN_LOCK).unlink()
-    RunLock.take(tmp_path, 2).release()
+    os.close(take(tmp_path, 2))
 
 
 def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, caplog):
@@ -97,16 +97,16 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", none)
-    RunLock.take(tmp_path, 1).release()
+    os.close(take(tmp_path, 1))
     assert "cannot be locked (No locks available): a second training would not be noticed" in caplog.text
 
 
 def test_a_note_that_says_nothing_still_refuses(tmp_path, holder):
-    holder(lambda: RunLock.take(tmp_path, 2))
+    holder(lambda: take(tmp_path, 2))
     for text in ("", "[]", '{"host": 1, "pid": [], "since_s": "x"}'):
         (tmp_path / RUN_LOCK).write_text(text)
         with pytest.raises(RunTaken, match="is in use by another training"):
-            RunLock.take(tmp_path, 2)
+            take(tmp_path, 2)
 
 
 def test_a_folder_that_cannot_be_made_is_no_reason_not_to_train(tmp_path, caplog):
@@ -162,7 +162,7 @@ def said(run: str, info: RankInfo) -> str:
 def test_every_rank_ends_alike(tmp_path, holder):
     run = tmp_path / "run"
     assert ranks(tmp_path, lambda info: said(str(run) if info.rank == 0 else "", info)) == ["held run", "held run"]
-    holder(lambda: RunLock.join(run, 1))  # and of rank 0's own folder nobody has anything
+    holder(lambda: join(run, 1))  # and of rank 0's own folder nobody has anything
     first, second = ranks(tmp_path, lambda info: said(str(run), info))
     assert first == second
     assert "its rank 1" in first
@@ -170,11 +170,10 @@ def test_every_rank_ends_alike(tmp_path, holder):
 
 def test_every_rank_is_refused_where_one_finds_another_training(tmp_path, holder, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
-    holder(lambda: RunLock.join(there, 1))
+    holder(lambda: join(there, 1))
 
     def one(info: RankInfo) -> str:
-        join = runlock._joined
-        monkeypatch.setattr(runlock, "_joined", lambda name, rank: join(str(there), rank))
+        monkeypatch.setattr(runlock, "join", lambda run, rank: join(there, rank))
         return said(str(here), info)
 
     first, second = ranks(tmp_path, one)
