@@ -46,7 +46,7 @@ class Post:
         agent = self._spec(folder, **spec)
         device = device or CpuDevice()
         memory = DeviceMemory(device, agent.margin_bytes, 1.0)
-        board, baton_fd = CycleBoardReader(agent.board_fd), Baton.create()
+        board = CycleBoardReader(agent.board_fd)
         self.context = AgentContext(
             spec=agent,
             name="rank 3",
@@ -54,8 +54,7 @@ class Post:
             board=board,
             control=self.control,
             control_fd=self.control.reader_fd(),
-            baton=Baton(baton_fd),
-            baton_fd=baton_fd,
+            baton=Baton(Baton.create()),
             device=device,
             memory=memory,
             claims=Claims(

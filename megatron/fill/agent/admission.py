@@ -64,7 +64,7 @@ def find_user(name: str) -> JobUser:
 
 
 def default_user() -> JobUser | None:
-    """Return the default user for jobs: ``nobody`` if this process is root and can become it; else None, its own."""
+    """Return the default user for jobs: ``nobody`` if this process is root and can become it, otherwise None."""
     if os.geteuid() != 0:
         return None
     try:
@@ -97,7 +97,7 @@ def environment(
     Args:
         host: the agent's environment, of which only ``_KEPT`` is passed on.
         device: variables that the worker's device needs.
-        directory: the job's folder, used as HOME if the user has no home folder.
+        directory: HOME of a user without a home folder.
     """
     kept = {name: value for name, value in host.items() if name in _KEPT or name.startswith("LC_")}
     if user is not None:
@@ -109,15 +109,8 @@ def environment(
 def job_variables(job: Job, run: str, directory: Path) -> dict[str, str]:
     """Return the variables ``PIPEFILL_*`` that describe a job to itself; zero bytes are removed."""
     index, count = job.work.instance
-    values = {
-        "JOB": job.name,
-        "JOB_ID": job.id,
-        "INDEX": index,
-        "COUNT": count,
-        "ATTEMPT": job.attempt,
-        "RUN": run,
-        "DIRECTORY": directory,
-    }
+    values = {"JOB": job.name, "JOB_ID": job.id, "INDEX": index, "COUNT": count, "ATTEMPT": job.attempt}
+    values |= {"RUN": run, "DIRECTORY": directory}
     return {f"PIPEFILL_{name}": str(value).replace("\0", "") for name, value in values.items()}
 
 

@@ -67,7 +67,7 @@ _SHOW_S = 10.0  # time between two records of the running jobs, and of the reaso
 
 
 def show_or_log(show: Callable[[], object]) -> None:
-    """Call a function that shows something, and log an exception of it instead of raising it."""
+    """Call ``show``, and log an exception of it instead of raising it."""
     said = "what its jobs did, why others wait, or metrics cannot be shown now"
     try:
         show()
@@ -106,8 +106,7 @@ class Seat:
     def resident(self) -> Resident | None:
         """The present job and its folder from its first step until its worker ends, otherwise None.
 
-        What it leaves to a tail job is unknown before, and a tail job that is set up at the same time delays it.  Jobs
-        that are claimed later also go to ranks that have none yet.
+        Before, it is unknown what it leaves to a tail job, whose set-up would delay it.
         """
         run = self._run
         return None if run is None else run.resident
@@ -129,9 +128,7 @@ class Seat:
     def serve(self) -> bool:
         """Run the next job, and return True; False if there is none for this seat."""
         context, (neighbour, serves) = self.context, self._neighbour
-        if context.control.state is not RunState.RUNNING:
-            return False
-        if self.beside is not None and not serves:
+        if context.control.state is not RunState.RUNNING or (self.beside is not None and not serves):
             return False
         if context.device.name != "cpu" and context.board.read() is None:
             return False  # before the first iterations, the memory that the training leaves at its peak is unknown
@@ -168,10 +165,7 @@ class Seat:
         return not refusal(job.work, self.context.spec.allow) and isinstance(self.context.limits(job), Limits)
 
     def _wanted(self, store: JobStore, neighbour: Resident | None) -> Sequence[int]:
-        """Return the ids of the jobs to claim, best first.
-
-        If there were none at the latest look, the store is asked again only after a change or ``_LOOK_AGAIN_S``.
-        """
+        """Return the ids of the jobs to claim, best first; after a look without any, not before something changes."""
         seen, now_s = (store.stamp(), self.context.board.version, neighbour), time.monotonic()
         if seen == self._seen and now_s - self._looked_s < _LOOK_AGAIN_S:
             return []
@@ -184,34 +178,42 @@ class Seat:
 class Agent:
     """Runs jobs in the bubbles of one rank until the training is over.
 
-    It has six threads: the main thread, one per seat, and one each for claims, control page and records; and one more
-    until jobs have settled.
+    It has threads for each seat, for claims, control page and records, and until jobs have settled.
 
     Args:
         dead: pids of the agents that served this rank before and died; the jobs that they held are given back.
     """
 
     def __init__(self, spec: AgentSpec, dead: list[int]) -> None:
-        name = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}"
-        self.context = context = self._context(spec, name, dead)
+        self.context = context = self._context(spec, dead)
         self.pool = WorkerPool(context)
         judge = Judge()
         self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
         self.tail = Seat(context, self.pool, judge, beside=self.resident)
-        self._live: LiveSegment | None = None
         self.mover = Mover(spec.run_dir, context.ranking, self.resident.may_run)
+        self._live: LiveSegment | None = None  # None until the rank has asked for figures
 
-    def _context(self, spec: AgentSpec, name: str, dead: list[int]) -> AgentContext:
+    def _context(self, spec: AgentSpec, dead: list[int]) -> AgentContext:
+        name, run_dir = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}", Path(spec.run_dir)
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
         device = open_device(spec.device, mps, spec.device_uuid, spec.parent)
         # A worker gives memory back between two steps, and a step may run beyond its bubble for the grace period.
         memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
-        board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
-        policy, valid_for = parse_policy(spec.policy), fingerprint(spec.device)
-        ranking = Ranking(policy, name, valid_for, board, memory, spec.quota)
+        board, control = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd)
         last_word = LastWord(spec.left_fd)
         if dead:
             last_word.succeed()
+        # An agent that replaces a dead one must not submit jobs again that have finished in the meantime.
+        submit = not_yet_submitted(run_dir, spec.store, spec.submit)
+        claims = Claims(
+            spec.store,
+            f"{name}, pid {os.getpid()}",
+            submit or (None if dead else []),
+            self.describe,
+            spec.lease_s,
+            [f"{name}, pid {pid}" for pid in dead],
+            submitted=lambda: note_submitted(run_dir, spec.store, spec.submit),
+        )
         return AgentContext(
             spec=spec,
             name=name,
@@ -219,29 +221,13 @@ class Agent:
             board=board,
             control=control,
             control_fd=control.reader_fd(),
-            baton=Baton(baton_fd),
-            baton_fd=baton_fd,
+            baton=Baton(Baton.create()),
             device=device,
             memory=memory,
-            claims=self._claims(spec, name, dead),
-            ranking=ranking,
+            claims=claims,
+            ranking=Ranking(parse_policy(spec.policy), name, fingerprint(spec.device), board, memory, spec.quota),
             ledger=AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word),
             attendants=tuple(one for module in wings.modules("agent") for one in module.attendants(spec)),
-        )
-
-    def _claims(self, spec: AgentSpec, name: str, dead: list[int]) -> Claims:
-        run_dir = Path(spec.run_dir)
-        owners = [f"{name}, pid {pid}" for pid in (os.getpid(), *dead)]
-        # An agent that replaces a dead one must not submit jobs again that have finished in the meantime.
-        submit = not_yet_submitted(run_dir, spec.store, spec.submit)
-        return Claims(
-            spec.store,
-            owners[0],
-            submit or (None if dead else []),
-            self.describe,
-            spec.lease_s,
-            owners[1:],
-            submitted=lambda: note_submitted(run_dir, spec.store, spec.submit),
         )
 
     def describe(self) -> DeviceEntry:
@@ -265,27 +251,22 @@ class Agent:
         watch_control(context.control, self._control_changed)
         threading.Thread(target=self._show, name="records", daemon=True).start()
         threading.Thread(target=self._settle, name="settling", daemon=True).start()
-        threads = [
-            threading.Thread(target=self._serve, args=(seat, looks_s), name=str(seat))
-            for seat, looks_s in ((self.resident, _RESIDENT_LOOKS_S), (self.tail, _TAIL_LOOKS_S))
-        ]
+        seats = self.resident, self.tail
+        threads = [threading.Thread(target=self._serve, args=(seat,), name=str(seat)) for seat in seats]
         for thread in threads:
             thread.start()
         self.pool.stand_by()
         for thread in threads:
             thread.join()
         self.pool.stand_down()
-        # Before the store is notified: the rank does not wait long for the agent's end.
-        try:
-            self.context.ledger.write()
+        try:  # before the store is notified: the rank does not wait long for the agent's end
+            context.ledger.write()
         except OSError as error:
             logger.warning("what its jobs did cannot be written, and is left to the rank: %s", error)
         context.claims.stop()
 
     def _control_changed(self, state: RunState) -> None:
-        """Handle a new state of the control page; after a kill, return once no worker is left.
-
-        Each seat ends its worker at its next look.
+        """Handle a new state of the control page; after a kill, return once the seats have ended all workers.
 
         Raises:
             TimeoutError: workers are left after ``_KILL_S``.
@@ -304,7 +285,7 @@ class Agent:
         if not self.tail.job_name:
             self.context.claims.ask(self.mover.look)
 
-    def _serve(self, seat: Seat, looks_s: float) -> None:
+    def _serve(self, seat: Seat) -> None:
         while not self.context.over:
             try:
                 served = seat.serve()
@@ -314,12 +295,11 @@ class Agent:
                 logger.exception("%s failed", seat)
                 served = False
             if not served:
-                seat.rest(looks_s)
+                seat.rest(_RESIDENT_LOOKS_S if seat is self.resident else _TAIL_LOOKS_S)
 
     def _settle(self) -> None:
-        """Notify the rank when jobs have settled: from then on paired blocks may begin, and the harvest counts."""
-        context = self.context
-        spec = context.spec
+        """Notify the rank when jobs have settled."""
+        context, spec = self.context, self.context.spec
         settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, context.control)
         failed = False
         while not context.over:
@@ -333,15 +313,10 @@ class Agent:
             time.sleep(_SETTLE_S)
 
     def _stepped(self) -> bool | None:
-        if self.context.board.read() is None:  # in the warm-up
-            return False
-        return self.resident.stepped
+        return False if self.context.board.read() is None else self.resident.stepped  # no cycle: in the warm-up
 
     def _show(self) -> None:
-        """Periodically record the running jobs, and the reasons why others wait.
-
-        The latest record is all that is left of an agent that is killed.
-        """
+        """Periodically record the running jobs, and the reasons why others wait."""
         shows = [self.context.ledger.write, self._show_reasons, self._show_figures, turn_over]
         shows += [attendant.keep for attendant in self.context.attendants]
         while not self.context.over:

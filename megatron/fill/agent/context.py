@@ -46,7 +46,6 @@ class AgentContext:
     control: ControlPage
     control_fd: int  # read-only descriptor of the control page, for workers
     baton: Baton
-    baton_fd: int
     device: WorkerDevice  # the rank's device
     memory: DeviceMemory  # the memory of that device
     claims: Claims
@@ -74,4 +73,4 @@ class AgentContext:
     @property
     def worker_fds(self) -> tuple[int, ...]:
         """Descriptors of the pages that every worker maps."""
-        return self.spec.gate_fd, self.spec.board_fd, self.control_fd, self.baton_fd
+        return self.spec.gate_fd, self.spec.board_fd, self.control_fd, self.baton.fd

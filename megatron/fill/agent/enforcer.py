@@ -58,20 +58,17 @@ class Enforcer:
     grace_ns: int
     max_overruns: int  # number of violations (steps, starts or pauses) at which the worker is ended
     overtime: Overtime  # account of the worker's CPU time outside bubbles
-    # Returns True while no worker may run, paused by the operator or by the brake.
-    off: Callable[[], bool] = lambda: False
-    # The worker waits for bubbles by itself; False for a command, which is stopped outside bubbles, and which its
-    # worker's first process continues in them.
-    waits: bool = True
+    off: Callable[[], bool] = lambda: False  # returns True while no worker may run: operator or brake pause them
+    waits: bool = True  # it waits for bubbles by itself; False for a command, whose worker's first process does
     hung_ns: int = 800_000_000  # time that a step has to end, in further bubbles, once it has used up its grace period
 
     def __post_init__(self) -> None:
         self.violations = 0  # number of violations so far
         self.ending: Ending | None = None  # the decision to end the worker; None while it may go on
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
+        self._overdue_in = ""  # the overdue callback, which may have returned when it is charged
         self._looked_ns, self._core = 0, _Core()  # time of the latest sample of the worker, and the sample
         self._opportunity_ns = self._hangs_at_ns = 0
-        self._overdue_in = ""  # the overdue callback; noted here since it may have returned when it is charged
         self._blamed: list[str] = []  # the callbacks with violations, each once
         self._rationing: threading.Thread | None = None
         self._held = False  # stopped because no worker may run
@@ -80,9 +77,7 @@ class Enforcer:
     def check(self) -> float:
         """Check the worker once, and return the seconds until the next check is due."""
         now_ns = time.monotonic_ns()
-        if self.ending or self._over:
-            return _LOOK_S
-        if self._hold():
+        if self.ending or self._over or self._hold():
             return _LOOK_S
         if self._rationing is not None and self._rationing.is_alive():
             if self._hangs_at_ns and now_ns >= self._hangs_at_ns and self._opportunity_ns >= self.grace_ns:
@@ -146,8 +141,7 @@ class Enforcer:
     def _look(self, now_ns: int) -> None:
         """Add the worker's opportunity since the latest sample.
 
-        It could have run while it slept, but not while it waited for a core.  If it waits for a core now, only its CPU
-        time counts, since the kernel does not report a wait before its end.
+        If it waits for a core now, only its CPU time counts, since the kernel does not report a wait before its end.
         """
         core, since_ns = self._sample(), now_ns - self._looked_ns
         opportunity_ns = min(since_ns, core.ran_ns - self._core.ran_ns)
@@ -163,16 +157,16 @@ class Enforcer:
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
 
     def _sample(self) -> _Core:
-        """Return the worker's use of the cores so far; other threads may run though its first thread has ended."""
+        """Return the worker's use of the cores so far."""
         with contextlib.suppress(OSError, IndexError):
-            threads = list(Path(f"/proc/{self.pid}/task").iterdir())
+            threads = list(Path(f"/proc/{self.pid}/task").iterdir())  # others may run though the first has ended
             states = {state_in(thread / "stat") for thread in threads}  # first: the times below are then not older
             waited_ns = sum(waited_ns_in(thread / "schedstat") for thread in threads)
             return _Core(time.clock_gettime_ns(~self.pid << 3 | _SCHEDULED), waited_ns, states <= _ASLEEP)
         return replace(self._core, sleeps=False)
 
     def _ration(self, needed: Callable[[], bool], after: Callable[[], None] = lambda: None) -> None:
-        """Let the worker run in bubbles only, as long as ``needed`` returns True; then call ``after``."""
+        """Let the worker run in bubbles only while ``needed`` returns True; then call ``after``."""
         self._signal(signal.SIGSTOP)
         self._rationing = threading.Thread(target=self._serve_rations, args=(needed, after), daemon=True)
         self._rationing.start()
@@ -206,11 +200,8 @@ class Enforcer:
                 self._blamed.append(self._overdue_in)
         if self.violations >= self.max_overruns:
             times = f"{self.violations} times" if self.violations > 1 else "once"
-            self._fail(
-                Cause.OVERRUN,
-                f"{', '.join(self._blamed)} ran on after its bubble by more than {self.grace_ns / 1e9:g} s "
-                f"(grace_ms) {times} (max_overruns)",
-            )
+            by = f"{self.grace_ns / 1e9:g} s (grace_ms) {times} (max_overruns)"
+            self._fail(Cause.OVERRUN, f"{', '.join(self._blamed)} ran on after its bubble by more than {by}")
 
     def _fail(self, cause: Cause, detail: str) -> None:
         self.ending = self.ending or Ending(How.FAIL, cause, detail)
@@ -228,11 +219,7 @@ class Enforcer:
 
 @dataclass(eq=False, repr=False)
 class Overtime:
-    """Account of one worker's CPU time outside bubbles, summed over its processes.
-
-    From the CPU time between two looks, the open time of bubbles times ``cores`` is subtracted; only the rest was
-    certainly outside.
-    """
+    """Account of one worker's CPU time outside bubbles: that which bubbles cannot have had on all its cores."""
 
     busy_s: Callable[[], float]  # returns the total CPU time of the worker's processes
     gate: SharedGateReader

@@ -36,11 +36,8 @@ def folder_name(job: Job) -> str:
 def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
     """Return the job's folder, the one of its earlier attempt or a new one in the run folder; None if neither works.
 
-    The earlier folder comes from the store, to which others write.  It is used only if it is a job folder of this name
-    that an agent of this user has made (``is_known``); no other folder is made, changed or handed over.
-
-    Args:
-        user: new owner of the folder; None for the user of this process.
+    The earlier folder comes from the store, to which others write.  It is used only if an agent of this user has made
+    it for a job of this name (``is_known``); no other folder is made, changed or handed over to ``user``.
     """
     own, before = run_dir / JOBS / folder_name(job), Path(job.directory)
     for directory in [before] * (before != own and is_known(before, folder_name(job))) + [own]:
@@ -50,7 +47,11 @@ def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
             _hand_over(directory, user)
             for stale in (PROFILE, RESULT):
                 safefile.remove(directory / stale)
-            _make_room(directory, job.attempt)
+            output = output_file(directory)
+            output.parent.mkdir(exist_ok=True)
+            lock_file(directory).parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # the output of an earlier attempt
+                os.replace(output, output_file(directory, job.attempt - 1))
         except OSError as error:
             logger.warning("job %s: its folder %s cannot be used: %s", job.name, directory, error)
         else:
@@ -74,24 +75,14 @@ def is_known(directory: Path, name: str) -> bool:
     return ours and stat.S_ISREG(mark.st_mode)
 
 
-def _make_room(directory: Path, attempt: int) -> None:
-    """Rename the output of an earlier attempt, and make the folders of output and lock."""
-    output = output_file(directory)
-    output.parent.mkdir(exist_ok=True)
-    lock_file(directory).parent.mkdir(mode=0o700, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(output, output_file(directory, attempt - 1))
-
-
 @contextlib.contextmanager
 def occupied(directory: Path) -> Iterator[None]:
     """Lock the folder against other workers: after a clock jump two agents may both hold a claim of the job.
 
-    A worker that has just given the job back gets time to leave.  The lock file lies where no job can open it while
-    the sandbox holds, since a file can be locked by any process that can open it, even only to read.
+    The lock file lies where no job can open it while the sandbox holds, since whoever can open a file can lock it.
 
     Raises:
-        OSError: another worker is still in the folder.
+        OSError: another worker is still in the folder, and has had time to leave.
     """
     until_s = time.monotonic() + _LEAVING_S
     fd = os.open(lock_file(directory), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -18,7 +18,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.turn import DeviceTurn, turn_file
@@ -50,7 +49,7 @@ class Keeper:
         self._ending = False
         self._woken = Wakeup()
 
-    def end(self, number: int, frame: Any) -> None:
+    def end(self, *_: object) -> None:
         """Handle SIGTERM."""
         self._ending = True
 
@@ -88,26 +87,16 @@ class Keeper:
         gate.seal()
         board.seal()
         path = Path(spec.run_dir) / AGENTS / f"{BETWEEN}{spec.rank}.json"
-        note: Path | None = None
-        agent: subprocess.Popen[bytes] | None = None
-        try:  # the disk may be full
+        with contextlib.ExitStack() as at_end:  # the disk may be full
+            at_end.callback(path.unlink, missing_ok=True)
             records.mkdir(exist_ok=True)
-            note = control.announce(Path(spec.run_dir), board.fd)
+            at_end.callback(control.withdraw, control.announce(Path(spec.run_dir), board.fd))
             path.touch(mode=0o600)
             path.write_text(spec.to_json(), encoding="utf-8")
             agent = start_agent(path, self.dead, (spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd))
+            at_end.callback(_end, agent)
+            at_end.callback(gate.end)
             return self._stay(gate, agent, control, turn)
-        finally:
-            gate.end()
-            if agent is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    agent.wait(END_S)
-                agent.kill()
-                agent.wait()
-            end_descendants()
-            if note is not None:
-                control.withdraw(note)
-            path.unlink(missing_ok=True)
 
     def _stay(self, gate: SharedGate, agent: subprocess.Popen[bytes], control: ControlPage, turn: DeviceTurn) -> str:
         """Keep the gate open; return the reason for the end."""
@@ -130,6 +119,15 @@ class Keeper:
                 bubble_end_s = min(end_s, now_s + _BUBBLE_S)
                 gate.open_alone(round(bubble_end_s * 1e9))
             self._woken.wait(min(_LOOK_S, bubble_end_s - now_s))
+
+
+def _end(agent: subprocess.Popen[bytes]) -> None:
+    """Wait for the agent's end, or kill it, and end the processes that it leaves."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        agent.wait(END_S)
+    agent.kill()
+    agent.wait()
+    end_descendants()
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
 """The turn on a device: locks by which a rank that starts sends away who serves the jobs of an earlier start.
 
 They are bytes of ``RUN/agents/turn-NODE-0.lock``, a file for each rank's place on its node, which its warden creates
-with ``--fill-between``: without a file, there is nobody to wait for.  A rank locks its byte when it starts, and then
-looks whether a keeper holds another.  A keeper locks its own first, and then looks for a rank.  So one of them sees the
-other, in whatever order they come.  A warden holds a third while it ends the jobs of a rank that is dead, until the
-keeper that follows has its own.  The locks end with their processes.
+with ``--fill-between``.  A rank that starts locks its byte, and then looks whether a keeper holds another.  A keeper
+locks its own first, and then looks for a rank: so one of them sees the other.  A warden holds a third while it ends the
+jobs of a rank that is dead, until the keeper that follows has its own.  The locks end with their processes.
 """
 
 from __future__ import annotations
@@ -97,15 +96,13 @@ def take(run_dir: Path, place: int, leave_s: float = LEAVE_S) -> tuple[DeviceTur
         The place's turn, None if nobody has ever served jobs there between two trainings; and True if anybody did now.
     """
     own = turn_file(run_dir, place)
-    paths: list[Path] = []
+    turns: list[DeviceTurn] = []
     with _logged(own.parent):
-        paths = _files(own)
-    turns = []
-    for path in paths:
-        with _logged(path):
-            turn = DeviceTurn(path)
-            turn.ask()
-            turns.append(turn)
+        for path in _files(own):
+            with _logged(path):
+                turn = DeviceTurn(path)
+                turn.ask()
+                turns.append(turn)
     found = _await_leave(turns, leave_s)
     mine = None
     for turn in turns:
@@ -125,12 +122,11 @@ def _files(own: Path) -> list[Path]:
 
 def _await_leave(turns: list[DeviceTurn], leave_s: float) -> bool:
     """Wait until nobody serves jobs on these devices, and kill who stays; True if there was anybody."""
-    end_s, found, there = time.monotonic() + leave_s, False, turns
-    while there := [turn for turn in there if _served(turn)]:
-        found = True
-        if time.monotonic() > end_s:
-            break
+    end_s, there = time.monotonic() + leave_s, [turn for turn in turns if _served(turn)]
+    found = bool(there)
+    while there and time.monotonic() <= end_s:
         time.sleep(_LOOK_S)
+        there = [turn for turn in there if _served(turn)]
     end_s = time.monotonic() + _DYING_S
     for turn in there:
         with _logged(turn.path):
@@ -140,10 +136,9 @@ def _await_leave(turns: list[DeviceTurn], leave_s: float) -> bool:
 
 
 def _served(turn: DeviceTurn) -> bool:
-    served = False
     with _logged(turn.path):
-        served = turn.server is not None
-    return served
+        return turn.server is not None
+    return False
 
 
 @contextlib.contextmanager

@@ -1,11 +1,9 @@
 """The warden: a small process between a rank and its agent (``python -m megatron.fill.agent.warden SPEC``).
 
-It supervises the agent: an agent that dies is replaced, one that was stopped is continued, and processes that its
-workers leave behind are ended (orphans become children of the nearest ancestor that adopts them: the agent, or the
-warden once the agent has died).  With ``--fill-between`` it also starts a keeper when its agent has ended
-(``megatron.fill.agent.keeper``), and until then has a new rank wait for the jobs of its own, dead one
-(``megatron.fill.agent.turn``).  It does nothing else, so that little in it can fail.  If it dies anyway, agent and
-workers die with it, and the rank continues to train without filling.
+An agent that dies is replaced, one that was stopped is continued, and processes that its workers leave behind are ended
+(the warden adopts them once the agent has died).  With ``--fill-between`` it also starts a keeper when its agent has
+ended, and until then has a new rank wait for the jobs of its own, dead one.  It does nothing else, so that little in it
+can fail.  If it dies anyway, agent and workers die with it, and the rank continues to train without filling.
 """
 
 from __future__ import annotations
@@ -37,23 +35,20 @@ _LOOK_S = 0.02
 
 
 def start_agent(spec_path: Path, dead: str, descriptors: Collection[int]) -> subprocess.Popen[bytes]:
-    """Start an agent as a child of this process, with the descriptors of the pages that its spec names.
+    """Start an agent with the descriptors of the pages that its spec names.
 
     Args:
         dead: pids of earlier agents, whose jobs it gives back, with commas between them.
     """
-    return subprocess.Popen(
-        [sys.executable, "-m", "megatron.fill.agent.agent", str(spec_path), str(os.getpid()), dead],
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-    )
+    command = [sys.executable, "-m", "megatron.fill.agent.agent", str(spec_path), str(os.getpid()), dead]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 
 
 class Warden:
     """Keeps one agent alive until the training is over.
 
     Args:
-        spec_path: the agent's spec file; the warden reads only rank, parent, descriptors and what a keeper needs.
+        spec_path: the agent's spec file.
         continue_s: time in seconds after which a stopped agent is continued.
     """
 
@@ -65,7 +60,7 @@ class Warden:
         self.descriptors = [value for name, value in spec.items() if name.endswith("_fd")]
         self.dead: list[str] = []  # pids of earlier agents, whose jobs are to be given back
         self._turn = _turn(spec) if spec.get("between_s") else None  # None: no keeper follows
-        self._rank_fd = None if self._turn is None else os.pidfd_open(self.parent)
+        self._rank_fd = os.pidfd_open(self.parent)
         self._continue_s = continue_s
         self._holds = False
         self._ending = False
@@ -87,14 +82,14 @@ class Warden:
             logger.warning("its agent ended with %d; another follows in %g s", code, self._pause_s)
             self._woken.wait(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        if self._turn is not None and self._rank_fd is not None:
-            self._leave_to_keeper(self._turn, self._rank_fd)
+        if self._turn is not None:
+            self._leave_to_keeper(self._turn)
 
-    def end(self, number: int, frame: Any) -> None:
-        """Handle a signal: the rank has ended, or asks for the end."""
+    def end(self, *_: object) -> None:
+        """Handle SIGTERM: the rank has ended, or asks for the end."""
         self._ending = True
 
-    def _leave_to_keeper(self, turn: DeviceTurn, rank_fd: int) -> None:
+    def _leave_to_keeper(self, turn: DeviceTurn) -> None:
         """Start a keeper, unless somebody has ended the warden of a rank that goes on, or another rank has come."""
         end_s = time.monotonic() + _DYING_S
         while self._ending and not self._rank_gone:
@@ -104,11 +99,11 @@ class Warden:
         self._hold()
         if self._rank_released and turn.wanted:  # before, it may be its own rank's lock
             return
-        dead = ",".join(self.dead)
+        arguments = str(self.spec_path), str(self._rank_fd), ",".join(self.dead)
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "megatron.fill.agent.keeper", str(self.spec_path), str(rank_fd), dead],
+            [sys.executable, "-m", "megatron.fill.agent.keeper", *arguments],
             stdin=subprocess.DEVNULL,
-            pass_fds=(*self.descriptors, rank_fd),
+            pass_fds=(*self.descriptors, self._rank_fd),
             start_new_session=True,  # a launcher ends what is in its rank's
         )
         # A rank that starts must find one of the two, so this one stays until the keeper has its lock.
@@ -124,7 +119,7 @@ class Warden:
     @property
     def _rank_released(self) -> bool:
         """True if the rank is dead and its memory released."""
-        return self._rank_fd is not None and bool(readable(0, self._rank_fd))
+        return bool(readable(0, self._rank_fd))
 
     def _hold(self) -> None:
         """Have a rank that starts wait for the jobs of this one, if this one is dead."""

@@ -219,7 +219,7 @@ def write_spec(
         gate_fd=agent.gate_fd,
         board_fd=agent.board_fd,
         control_fd=context.control_fd,
-        baton_fd=context.baton_fd,
+        baton_fd=context.baton.fd,
         environment=environment(os.environ, fixed, agent.user, directory),
         sandbox=_sandbox(context, job, limits, directory),
         tail=neighbour is not None,

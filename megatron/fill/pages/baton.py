@@ -20,6 +20,7 @@ class Baton:
     """A baton, mapped from its descriptor."""
 
     def __init__(self, fd: int) -> None:
+        self.fd = fd
         page, self._address = memfd.map_page(fd, _BYTES, writable=True)
         self._words, self._word = page.cast("Q"), page.cast("I")
         self._wake = futex.Waker(self._address, MOST_WOKEN)
