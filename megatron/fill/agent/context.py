@@ -33,11 +33,7 @@ class Attendant(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """The agent's shared objects, made before any of its threads starts.
-
-    Gate, board, control and baton are pages in shared memory, which any thread may read; only the resident seat's
-    thread drops the baton.  ``claims``, ``memory``, ``ranking`` and ``ledger`` are thread-safe.
-    """
+    """The agent's shared objects, for any thread; only the resident seat's thread drops the baton."""
 
     spec: AgentSpec
     name: str  # the device's name in the store
@@ -46,12 +42,12 @@ class AgentContext:
     control: ControlPage
     control_fd: int  # read-only descriptor of the control page, for workers
     baton: Baton
-    device: WorkerDevice  # the rank's device
-    memory: DeviceMemory  # the memory of that device
+    device: WorkerDevice
+    memory: DeviceMemory
     claims: Claims
     ranking: Ranking
     ledger: AttemptLedger
-    attendants: tuple[Attendant, ...] = ()  # parts of wings that run beside it
+    attendants: tuple[Attendant, ...] = ()
     orphaned: threading.Event = field(default_factory=threading.Event)  # set once the rank has died
 
     @property

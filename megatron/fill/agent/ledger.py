@@ -16,7 +16,7 @@ type Record = tuple[JobRecord, WorkerRecord]
 
 @dataclass(eq=False, repr=False)
 class AttemptLedger:
-    """Writes the agent's records; for any thread.  A record that cannot be written now is kept and written later."""
+    """Writes the agent's records; for any thread.  A record that cannot be written now is kept for later."""
 
     file: AgentFile
     last_word: LastWord  # page on which records that cannot be written are left for the rank
@@ -29,10 +29,7 @@ class AttemptLedger:
 
     @contextmanager
     def running(self, so_far: Callable[[], Record | None]) -> Iterator[None]:
-        """Include an attempt in what is written, as long as this context is open.
-
-        Any thread calls ``so_far``, which returns its present record; None before it has begun.
-        """
+        """Include an attempt as long as this context is open; ``so_far`` returns its record, for any thread."""
         with self._lock:
             self._running.append(so_far)
         try:

@@ -41,13 +41,10 @@ class Prospect:
 
     @property
     def gain_s(self) -> float:
-        """The time in s by which the job would be done earlier, the move's duration included; negative if later.
-
-        A job whose remaining time is unknown is expected to run as long again as it has.
-        """
+        """The time in s by which the job would be done earlier, the move's duration included; negative if later."""
         if not self.elsewhere > 0:
             return -inf
-        stay_s = self.ran_s if self.left_s is None else self.left_s
+        stay_s = self.ran_s if self.left_s is None else self.left_s  # if unknown, as long again
         return stay_s * (1 - self.speed / self.elsewhere) - _PAUSES * self.startup_s
 
     @property
@@ -86,8 +83,8 @@ class Mover:
         self._looked_s = now_s
         devices = {device.name: device for device in store.devices() if device.run == self.run}
         tails = {job.id: job for job in store.list({JobState.RUNNING}) if self._is_movable(job, devices)}
-        keys = [(job.id, job.attempt) for job in tails.values()]
-        self._seen = {key: self._seen.get(key, (now_s, tails[key[0]].progress)) for key in keys}
+        first = {(job.id, job.attempt): (now_s, job.progress) for job in tails.values()}
+        self._seen = {key: self._seen.get(key, seen) for key, seen in first.items()}
         prospects = [self._prospect(store, job, now_s) for job in tails.values()]
         best = best_move([one for one in prospects if one is not None])
         if best is None:

@@ -45,10 +45,7 @@ class Resident:
 
 @dataclass(eq=False, repr=False)
 class Ranking:
-    """Ranks the jobs that wait for one device.
-
-    For any thread: all state is kept by job or by profile, so that threads do not interfere.
-    """
+    """Ranks the jobs that wait for one device; for any thread, since all state is kept by job or by profile."""
 
     policy: Policy
     device: str  # name of this rank's device
@@ -68,9 +65,9 @@ class Ranking:
     def unit_s(self, store: JobStore, job: Job) -> float | None:
         """Return wall-clock seconds per unit of the job's work here; infinity if it fits no bubble, None if unknown."""
         self._learn(store, job)
-        if not self.misfits.may_fit(job.id, tail=False):
-            return math.inf
-        cycle = self._cycle()
+        return self._unit_s(job, self._cycle()) if self.misfits.may_fit(job.id, tail=False) else math.inf
+
+    def _unit_s(self, job: Job, cycle: BubbleCycle | None) -> float | None:
         return unit_s(None if cycle is None else _for_job(cycle, job), self.profiles_of(job) or (), RESERVE_NS)
 
     def remember(self, job: Job, measured: MeasuredJob) -> None:
@@ -125,17 +122,14 @@ class Ranking:
             if profile.configuration == planned.configuration:
                 # It runs already, so its memory was free.
                 cycle = held_cycle(cycle, max(room_bytes(cycle, 0), profile.memory_bytes))
-                try:
+                with contextlib.suppress(FillError):
                     # The plan was made for the cycle of that time, from which the present one differs a little.
                     return leftover(cycle, best_plan(cycle, [profile], RESERVE_NS), profile)
-                except FillError:
-                    return None
         return None
 
     def done_at_s(self, progress: Progress, directory: Path) -> float:
         """Return the expected end of the job in this folder, in seconds since the epoch; infinity if unknown."""
-        planned = _read_plan(directory)
-        cycle = self.board.read()
+        planned, cycle = _read_plan(directory), self.board.read()
         if planned is None or cycle is None or progress.total_work is None:
             return math.inf
         left = max(0.0, progress.total_work - progress.work_done)
@@ -149,8 +143,7 @@ class Ranking:
     def _other_cycles(self, devices: Iterable[DeviceEntry]) -> dict[str, BubbleCycle | None]:
         """Return the cycle of each other device that has published one.
 
-        The memory of that device's present job is missing in it.  Devices of one store are much alike, so a job may
-        hold at least as much there as here.
+        The memory of that device's present job is missing in it, but a job may hold at least as much there as here.
         """
         found: dict[str, BubbleCycle | None] = {}
         here = self._cycle()
@@ -205,16 +198,14 @@ class Ranking:
         self, job: Job, cycles: Mapping[str, BubbleCycle | None], known_s: dict[tuple[str, str], float | None]
     ) -> JobView:
         """Return the view of the job for policies; ``known_s`` caches the seconds per unit, by profile and device."""
-        progress = job.progress
-        kept = self._kept(job)
-        total = progress.total_work or (None if kept is None else kept.total_work)
-        left = None if total is None else max(0.0, total - progress.work_done)
+        kept, profile = self._kept(job), self.key(job)
+        total = job.progress.total_work or (None if kept is None else kept.total_work)
+        left = None if total is None else max(0.0, total - job.progress.work_done)
         processing_s: dict[str, float | None] = {}
         for device, cycle in cycles.items():
-            key = (self.key(job), device)
-            if key not in known_s:
-                known_s[key] = unit_s(_for_job(cycle, job) if cycle else None, self.profiles_of(job) or (), RESERVE_NS)
-            takes_s = known_s[key]
+            if (profile, device) not in known_s:
+                known_s[profile, device] = self._unit_s(job, cycle)
+            takes_s = known_s[profile, device]
             if takes_s is not None and takes_s != math.inf:
                 takes_s = None if left is None else takes_s * left
             processing_s[device] = takes_s
@@ -264,8 +255,7 @@ def may_begin(store: JobStore, waiting: Sequence[Job]) -> Sequence[Job]:
 def within_quota(store: JobStore, waiting: Sequence[Job], quota: Quota) -> list[Job]:
     """Return the waiting jobs of users who have not used up their quota; the others have it as their cause.
 
-    Jobs that run go on.  Two agents that ask at once may both find room for a job: ``JobStore.claim`` keeps the number
-    of jobs.
+    Two agents that ask at once may both find room for a job: ``JobStore.claim`` keeps the number of jobs.
     """
     reasons = _quota_reasons(store, quota)
     for job in waiting[:_MOST_TOLD]:
@@ -282,14 +272,12 @@ def _quota_reasons(store: JobStore, quota: Quota) -> dict[str, str]:
     reasons: dict[str, str] = {}
     if quota.device_hours is not None:
         used_s = store.used_s(store.now_s() - quota.days * _DAY_S)
-        reasons |= {
-            user: f"has had {quota.hours}" for user, its in used_s.items() if its >= quota.device_hours * _HOUR_S
-        }
+        most_s = quota.device_hours * _HOUR_S
+        reasons |= {user: f"has had {quota.hours}" for user, its_s in used_s.items() if its_s >= most_s}
     if quota.jobs is not None:
         running = Counter(job.user for job in store.list({JobState.RUNNING}))
-        reasons |= {
-            user: f"runs {counted(quota.jobs, 'job')}" for user, count in running.items() if count >= quota.jobs
-        }
+        reason = f"runs {counted(quota.jobs, 'job')}"
+        reasons |= {user: reason for user, count in running.items() if count >= quota.jobs}
     return reasons
 
 
@@ -310,8 +298,7 @@ class Misfits:
     """Remembers which jobs do not fit, until the board shows another cycle; for any thread."""
 
     def __init__(self, device: str, board: CycleBoardReader) -> None:
-        self._device = device
-        self._board = board
+        self._device, self._board = device, board
         self._tried: dict[tuple[int, bool], int] = {}  # (job, as tail job) -> the board's version then
         self._planned: dict[int, int] = {}  # job -> the board's version then
 

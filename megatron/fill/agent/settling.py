@@ -1,9 +1,8 @@
-"""The settle phase: it ends, and measuring begins, once the first job of every rank has done a step.
+"""The settle phase: it ends once the first job of every rank has done a step.
 
-From then on paired blocks of iterations may begin, and the harvest counts.  On a GPU a job sets itself up in bubbles
-(its context, its model, its first kernels), so its start would otherwise fall into the first measured blocks.  The
-agents agree through empty files next to their records, one for each rank whose job has settled; each notifies its own
-rank when all files are there.
+From then on paired blocks of iterations may begin, and the harvest counts: on a GPU a job sets itself up in bubbles
+(its context, its model, its first kernels).  The agents agree through empty files next to their records, one for each
+rank whose job has settled.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Settling:
 
     def __post_init__(self) -> None:
         self._mine = self.records / FOLDER / str(self.rank)
-        self._idle = 0
+        self._idle = 0  # number of looks in a row without any job
         self._said = False
 
     def look(self) -> bool:
@@ -43,19 +42,17 @@ class Settling:
         Raises:
             OSError: the folder cannot be read or written now.
         """
-        if self._said or self._settled():
-            self._mine.parent.mkdir(parents=True, exist_ok=True)  # again, in case it was deleted
-            self._mine.touch()
-            if not self._said:
-                logger.info("the jobs of this rank have settled")
-            self._said = True
-        if not self._said or len(os.listdir(self._mine.parent)) < self.ranks:
+        stepped = self.stepped()
+        self._idle = self._idle + 1 if stepped is None else 0
+        if not (self._said or stepped or self._idle >= IDLE_LOOKS):
+            return False
+        self._mine.parent.mkdir(parents=True, exist_ok=True)  # again, in case it was deleted
+        self._mine.touch()
+        if not self._said:
+            logger.info("the jobs of this rank have settled")
+        self._said = True
+        if len(os.listdir(self._mine.parent)) < self.ranks:
             return False
         self.page.settle()
         logger.info("the jobs of all %d ranks have settled", self.ranks)
         return True
-
-    def _settled(self) -> bool:
-        stepped = self.stepped()
-        self._idle = self._idle + 1 if stepped is None else 0
-        return bool(stepped) or self._idle >= IDLE_LOOKS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import selectors
 import signal
 import subprocess
 import time
@@ -21,6 +20,7 @@ from megatron.fill.agent.ending import Ending, How, Watcher
 from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.device.port import Limiter
+from megatron.fill.linux.wakeup import readable
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.steplog import Saving, StepLog
 from megatron.fill.sidetask.base import RESULT
@@ -69,20 +69,18 @@ class StopRequests:
 
     def _may_move(self) -> bool:
         """True if another rank has asked for the job and it has been saved since, so that a move costs no work."""
-        log = self.log
         if self.held.standing is not Standing.MOVE:
-            log.saving = Saving.NONE
-        elif log.saving is Saving.NONE:
-            log.saving = Saving.WANTED
-        return log.saving is Saving.SAVED
+            self.log.saving = Saving.NONE
+        elif self.log.saving is Saving.NONE:
+            self.log.saving = Saving.WANTED
+        return self.log.saving is Saving.SAVED
 
 
 @dataclass(eq=False, repr=False)
 class JobWorker:
     """A worker that has its job; for one thread."""
 
-    # The worker's first process, with its output on a pipe and in a process group of its own.
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]  # its first process, which leads a process group and has its output on a pipe
     pid: int  # the job's process and process group
     directory: Path  # the job's folder
     log: StepLog
@@ -136,16 +134,12 @@ class JobWorker:
         os.set_blocking(pipe, False)
         watchers = self.requests, memory, self.output
         tick_s, look_s = time.monotonic(), TICK_S
-        with contextlib.ExitStack() as always:
-            exit_fd = os.pidfd_open(self.process.pid)
-            always.callback(os.close, exit_fd)
-            selector = always.enter_context(selectors.DefaultSelector())
-            selector.register(exit_fd, selectors.EVENT_READ)
-            selector.register(pipe, selectors.EVENT_READ)
+        exit_fd = os.pidfd_open(self.process.pid)
+        awaited = [exit_fd, pipe]
+        try:
             while self.process.poll() is None:
-                for key, _ in selector.select(min(look_s, TICK_S)):
-                    if key.fd == pipe and (not self._pump(pipe) or self.output.full):
-                        selector.unregister(pipe)
+                if pipe in readable(min(look_s, TICK_S), *awaited) and (not self._pump(pipe) or self.output.full):
+                    awaited.remove(pipe)
                 now_s = time.monotonic()
                 if now_s - tick_s >= TICK_S:
                     tick_s = now_s
@@ -153,12 +147,15 @@ class JobWorker:
                     self._decide(watchers, enforcer, now_s)
                 if self.ending is None:  # after the rules, which may have stopped the worker
                     look_s = enforcer.check()
+        finally:
+            os.close(exit_fd)
 
     def _decide(self, watchers: Sequence[Watcher], enforcer: Enforcer, now_s: float) -> None:
         before, found = self.ending, harshest(watchers)
         if before is None:
-            beyond = self.limiter.look() if found is None else ""
-            self.ending = found = found or (Ending(How.FAIL, Cause.LIMIT, beyond) if beyond else enforcer.look())
+            if found is None and (beyond := self.limiter.look()):
+                found = Ending(How.FAIL, Cause.LIMIT, beyond)
+            self.ending = found = found or enforcer.look()
             if found is not None and found.how is How.STOP:
                 enforcer.release()
                 self.ask_to_stop()
@@ -248,9 +245,7 @@ class Judge:
             return status
         self._deaths.pop(job.id, None)
         before, most = job.progress.failures, job.work.retries
-        if before >= most:
-            return status
-        return replace(status, state=JobState.QUEUED, retry=before + 1, retries=most)
+        return status if before >= most else replace(status, state=JobState.QUEUED, retry=before + 1, retries=most)
 
     def _judge(self, job: Job, end: End) -> Status:
         outcome = end.outcome
@@ -291,27 +286,22 @@ class Judge:
 
 
 def _read_result(directory: Path) -> dict[str, Any]:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         result = untrusted.read_json(directory / RESULT)
         return result if isinstance(result, dict) else {}
-    except (OSError, ValueError):
-        return {}
+    return {}
 
 
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
     """Return the job's progress, from the step log of its worker, which began at ``began_s`` (``time.monotonic``)."""
     # Before the checkpoint is loaded, the log does not include earlier work.
-    began = bool(log.serving_ns or log.step_count)
-    done = log.base_work + log.work_done if began else job.progress.work_done
-    elapsed_s = time.monotonic() - began_s
-    rate = log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else job.progress.rate
-    before = job.progress
-    startup_s = log.serving_ns / 1e9 - began_s
+    began, before = bool(log.serving_ns or log.step_count), job.progress
+    elapsed_s, startup_s = time.monotonic() - began_s, log.serving_ns / 1e9 - began_s
     return Progress(
-        work_done=done,
+        work_done=log.base_work + log.work_done if began else before.work_done,
         total_work=log.total_work or before.total_work,
         unit=log.unit or before.unit,
-        rate=rate,
+        rate=log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else before.rate,
         steps=before.steps + log.step_count,
         harvested_s=before.harvested_s + log.device_ns / 1e9,
         checkpoint_s=log.checkpoint_s or before.checkpoint_s,

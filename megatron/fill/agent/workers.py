@@ -39,16 +39,13 @@ _NUMBERS = itertools.count()  # of this process's workers: two pools must not gi
 
 
 class WorkerPool:
-    """Starts workers' first processes, and forgets them when they have ended; for any thread.
-
-    The lock is held while a process is started and while orphans are ended, so that a new process is not ended as an
-    orphan.
-    """
+    """Starts workers' first processes, and forgets them when they have ended; for any thread."""
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._working: set[int] = set()  # pids of those that have a job
         self._standby: WorkerProcess | None = None
+        # Held while a process is started and while orphans are ended, so that a new process is not ended as an orphan.
         self._lock = threading.Lock()
 
     @property
@@ -163,15 +160,14 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """True while the process runs."""
         return self.process.poll() is None
 
     def give(self, spec_path: Path, log_fd: int) -> None:
-        """Send the job to the process, which then builds the sandbox and reports it (``sandbox_report``)."""
+        """Send the job to the process, which then builds the sandbox and reports it."""
         socket.send_fds(self._channel, [os.fsencode(spec_path)], [log_fd])
 
     def sandbox_report(self, within_s: float) -> SandboxReport | None:
-        """Return the sandbox that the worker reports, or None if it ended before reporting.
+        """Return the sandbox that the worker reports; None if it ended before.
 
         Raises:
             TimeoutError: it has not reported within ``within_s`` seconds.
@@ -196,23 +192,18 @@ class WorkerProcess:
 
 
 def write_spec(
-    context: AgentContext,
-    job: Job,
-    limits: Limits,
-    directory: Path,
-    fixed: Mapping[str, str],
-    neighbour: Resident | None,
+    context: AgentContext, job: Job, limits: Limits, directory: Path, fixed: Mapping[str, str], beside: Resident | None
 ) -> Path:
     """Write the spec into the job's folder, and return its path.
 
     Args:
         fixed: variables that the device needs, which the job must not change.
-        neighbour: the resident job if this one is a tail job.
+        beside: the resident job if this one is a tail job.
 
     Raises:
         OSError: it cannot be written.
     """
-    agent, device = context.spec, context.device
+    agent = context.spec
     spec = WorkerSpec(
         name=job.name,
         directory=str(directory),
@@ -222,12 +213,12 @@ def write_spec(
         baton_fd=context.baton.fd,
         environment=environment(os.environ, fixed, agent.user, directory),
         sandbox=_sandbox(context, job, limits, directory),
-        tail=neighbour is not None,
-        cycle=None if neighbour is None else context.ranking.leftover(neighbour),
+        tail=beside is not None,
+        cycle=None if beside is None else context.ranking.leftover(beside),
         profiles=context.ranking.profiles_of(job),
         checkpoint_s=agent.checkpoint_s,
         margin_bytes=context.memory.kept_bytes,
-        device=device.worker_name,
+        device=context.device.worker_name,
         cpus=agent.cpus,
         # A job could bring its own module with an allowed name, so an allowed module must be installed.
         work=replace(job.work, search=()) if agent.allow else job.work,
