@@ -17,10 +17,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.fill import wings
 from megatron.fill.agent.admission import refusal
@@ -53,7 +52,7 @@ from megatron.fill.records.segment import last_segment
 from megatron.fill.records.slowdown import Estimate
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.queue import JobStore
-from megatron.fill.store.values import DeviceEntry, Job
+from megatron.fill.store.values import Claim, DeviceEntry, Job
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -88,7 +87,7 @@ class Seat:
     idle: Callable[[], object] = lambda: None  # called when there is no job for this seat
 
     def __post_init__(self) -> None:
-        self._run: JobRun | None = None  # None without a job
+        self.run: JobRun | None = None  # None without a job
         self._has_stepped = False  # a job that has ended has done a step
         self._seen: object = None  # state of store, cycle and resident job at the latest look
         self._looked_s = 0.0
@@ -97,33 +96,21 @@ class Seat:
         return "tail job" if self.beside is not None else "resident job"
 
     @property
-    def job_name(self) -> str:
-        """The name of the present job; empty for none."""
-        run = self._run
-        return "" if run is None else run.job.name
-
-    @property
     def resident(self) -> Resident | None:
         """The present job and its folder from its first step until its worker ends, otherwise None.
 
         Before, it is unknown what it leaves to a tail job, whose set-up would delay it.
         """
-        run = self._run
+        run = self.run
         return None if run is None else run.resident
 
     @property
     def stepped(self) -> bool | None:
         """True once any job of this seat has done a step; until then False with a job here, None without."""
-        run = self._run
+        run = self.run
         if self._has_stepped or (run is not None and run.stepped):
             return True
         return None if run is None else False
-
-    @property
-    def busy_until_s(self) -> float | None:
-        """The job's expected end in seconds since the epoch; infinity if unknown, None without a job."""
-        run = self._run
-        return None if run is None else run.done_at_s
 
     def serve(self) -> bool:
         """Run the next job, and return True; False if there is none for this seat."""
@@ -132,19 +119,17 @@ class Seat:
             return False
         if context.device.name != "cpu" and context.board.read() is None:
             return False  # before the first iterations, the memory that the training leaves at its peak is unknown
-        quota = context.spec.quota
-        most = None if quota is None else quota.jobs
-        claim = context.claims.claim(lambda store: self._wanted(store, neighbour), context.name, most)
+        claim = context.claims.ask(lambda store: self._claim(store, neighbour))
         if claim is None:
             self.idle()
             return False
-        self._run = JobRun(context, self.pool, self.judge, claim, neighbour)
+        self.run = JobRun(context, self.pool, self.judge, claim, neighbour)
         context.claims.look_again()
         try:
-            self._run.run()
+            self.run.run()
         finally:
             self._has_stepped = bool(self.stepped)
-            self._run = None
+            self.run = None
             context.claims.look_again()
         return True
 
@@ -164,15 +149,17 @@ class Seat:
         """True if the job may run here and there is memory for it now."""
         return not refusal(job.work, self.context.spec.allow) and isinstance(self.context.limits(job), Limits)
 
-    def _wanted(self, store: JobStore, neighbour: Resident | None) -> Sequence[int]:
-        """Return the ids of the jobs to claim, best first; after a look without any, not before something changes."""
-        seen, now_s = (store.stamp(), self.context.board.version, neighbour), time.monotonic()
+    def _claim(self, store: JobStore, neighbour: Resident | None) -> Claim | None:
+        """Claim the best job that is free; after a look without any, not before something changes."""
+        context, now_s = self.context, time.monotonic()
+        seen = store.stamp(), context.board.version, neighbour
         if seen == self._seen and now_s - self._looked_s < _LOOK_AGAIN_S:
-            return []
+            return None
         store.recover()
-        wanted = self.context.ranking.wanted(store, neighbour)
+        wanted, quota = context.ranking.wanted(store, neighbour), context.spec.quota
         self._seen, self._looked_s = None if wanted else seen, now_s
-        return wanted
+        most = None if quota is None else quota.jobs
+        return store.claim(context.claims.owner, wanted, context.spec.lease_s, context.name, most) if wanted else None
 
 
 class Agent:
@@ -233,13 +220,13 @@ class Agent:
     def describe(self) -> DeviceEntry:
         """Return the store's entry for this device."""
         context = self.context
-        cycle = context.board.read()
+        cycle, run = context.board.read(), self.resident.run
         paused = context.control.state is not RunState.RUNNING  # the device takes no job until an unknown time
         return DeviceEntry(
             name=context.name,
             run=context.spec.run_dir,
-            busy_until_s=math.inf if paused else self.resident.busy_until_s,
-            job=self.resident.job_name,
+            busy_until_s=math.inf if paused else None if run is None else run.done_at_s,
+            job="" if run is None else run.job.name,
             cycle=None if cycle is None else asdict(cycle),
             refuses=context.ranking.misfits.refused,
         )
@@ -282,7 +269,7 @@ class Agent:
 
     def _look_elsewhere(self) -> None:
         """Ask for the tail job of another rank, if this rank has no job at all."""
-        if not self.tail.job_name:
+        if self.tail.run is None:
             self.context.claims.ask(self.mover.look)
 
     def _serve(self, seat: Seat) -> None:
@@ -348,10 +335,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
     agent = Agent(spec, [int(pid) for pid in dead.split(",") if pid])
 
-    def on_term(number: int, frame: Any) -> None:
-        agent.context.orphaned.set()
-
-    signal.signal(signal.SIGTERM, on_term)
+    signal.signal(signal.SIGTERM, lambda *_: agent.context.orphaned.set())
     host.ignore_notices()  # workers inherit this: USR1 must not end them before they handle it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training; the agent ends with it
     host.use_every_core()  # only the workers belong on the rank's own core

@@ -51,7 +51,7 @@ class HeldClaim:
 class Claims:
     """Keeps one agent's jobs and device alive in the store, in a thread of its own.
 
-    Any thread may ask, claim, hold and finish.  The thread here calls ``device`` and the progress of a claim.
+    Any thread may ask, hold and finish.  The thread here calls ``device`` and the progress of a claim.
     """
 
     url: str
@@ -103,15 +103,6 @@ class Claims:
             if time.monotonic() >= end:
                 return None
             time.sleep(min(_TICK_S, max(0.0, end - time.monotonic())))
-
-    def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str, most: int | None = None) -> Claim | None:
-        """Claim the first free job of ``wanted``'s list whose user has fewer than ``most`` jobs that run."""
-
-        def take(store: JobStore) -> Claim | None:
-            numbers = wanted(store)
-            return store.claim(self.owner, numbers, self.lease_s, device, most) if numbers else None
-
-        return self.ask(take)
 
     def renew(self, held: HeldClaim) -> None:
         """Send heartbeats for this job from now on."""

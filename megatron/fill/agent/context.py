@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from megatron.fill.agent.claims import Claims
@@ -49,10 +48,6 @@ class AgentContext:
     ledger: AttemptLedger
     attendants: tuple[Attendant, ...] = ()
     orphaned: threading.Event = field(default_factory=threading.Event)  # set once the rank has died
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.spec.run_dir)
 
     @property
     def over(self) -> bool:

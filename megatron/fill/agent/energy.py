@@ -22,8 +22,7 @@ class EnergyShare:
 
     def __post_init__(self) -> None:
         self._total_j, self._at_ns, self._counted_ns = self.read(), self.clock_ns(), self.had_ns()
-        # The job's part so far; None without a counter.
-        self.joules: float | None = None if self._total_j is None else 0.0
+        self.joules = None if self._total_j is None else 0.0  # the job's part so far; None without a counter
 
     def look(self) -> None:
         """Add what the job has had since the last look; a counter that does not answer is asked again at the next."""

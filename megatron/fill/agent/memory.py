@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.device.port import Limiter, WorkerDevice
@@ -39,7 +39,7 @@ class DeviceMemory:
     patience_s: float  # time that a worker has to give memory back once it is asked
 
     def __post_init__(self) -> None:
-        self._shares: list[MemoryShare] = []
+        self.shares: list[MemoryShare] = []  # of the workers that run
 
     @property
     def kept_bytes(self) -> int:
@@ -58,7 +58,7 @@ class DeviceMemory:
         free_bytes = min(
             [self.device.free_bytes(), *(slot.free_bytes for slot in (cycle.slots if cycle is not None else ()))]
         )
-        others_bytes = sum(share.unused_promise_bytes for share in self._shares.copy())
+        others_bytes = sum(share.unused_promise_bytes for share in self.shares.copy())
         room_bytes = free_bytes - self.kept_bytes - others_bytes
         if room_bytes <= 0:
             others = f" and {mib(others_bytes)} of other jobs" if others_bytes else ""
@@ -75,26 +75,10 @@ class DeviceMemory:
         found = self.cap(None, cycle)
         return 0 if isinstance(found, NoRoom) else found
 
-    @contextmanager
-    def shared(
-        self,
-        limiter: Limiter,
-        promised_bytes: int,
-        shrink: Callable[[int | None], None],
-        shrinking: Callable[[], bool],
-    ) -> Iterator[MemoryShare]:
-        """Provide the watch over one worker's share while it runs; the arguments are those of ``MemoryShare``."""
-        share = MemoryShare(self, limiter, promised_bytes, shrink, shrinking)
-        self._shares.append(share)
-        try:
-            yield share
-        finally:
-            self._shares.remove(share)
-
 
 @dataclass(eq=False, repr=False)
 class MemoryShare:
-    """Watches how much of the device is free while one worker runs (Watcher).
+    """Watches how much of the device is free while one worker runs, which is this context (Watcher).
 
     When less than the margin is free, the worker is asked to shrink, and stopped if it does not in time.
 
@@ -113,6 +97,13 @@ class MemoryShare:
         self._since_s: float | None = None  # time since which less than the margin is free
         self.ending: Ending | None = None  # the decision to end the worker; None while it may go on
         self.request = ""  # reason of the latest request to shrink; empty if there was none
+
+    def __enter__(self) -> Self:
+        self.memory.shares.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.memory.shares.remove(self)
 
     @property
     def unused_promise_bytes(self) -> int:

@@ -148,7 +148,7 @@ class JobRun:
             limits = context.limits(job)
             if isinstance(limits, NoRoom):
                 raise NotStarted(Cause.NO_MEMORY, limits.reason)
-            directory = job_folder(context.run_dir, job, context.spec.user)
+            directory = job_folder(Path(context.spec.run_dir), job, context.spec.user)
             if directory is None:
                 raise OSError("it has no folder; the agent's log says why")
             if not context.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
@@ -244,19 +244,15 @@ class JobRun:
             waits=not worker.command,
         )
         self._energy = energy = EnergyShare(context.device.energy_j, lambda: worker.log.device_ns)
-        promised_bytes = self.job.work.memory_bytes or 0
-        with context.memory.shared(worker.limiter, promised_bytes, worker.ask_to_shrink, worker.shrinking) as memory:
+        promised_bytes, ask = self.job.work.memory_bytes or 0, worker.ask_to_shrink
+        with MemoryShare(context.memory, worker.limiter, promised_bytes, ask, worker.shrinking) as memory:
             try:
                 worker.watch(enforcer, memory, lambda: self._forecast(worker.directory))
             finally:
                 energy.look()
                 enforcer.close()
         self._keep_profile(worker.directory)
-        return self._end(worker, enforcer, memory)
-
-    def _end(self, worker: JobWorker, enforcer: Enforcer, memory: MemoryShare) -> End:
-        outcome = worker.outcome()
-        saved_s = worker.log.checkpoint_s or 0.0
+        outcome, saved_s = worker.outcome(), worker.log.checkpoint_s or 0.0
         return End(
             outcome,
             ending=worker.ending,

@@ -53,9 +53,7 @@ class DeviceTurn:
 
     def ask(self) -> None:
         """Take the device as a rank, and so ask whoever serves jobs on it to leave."""
-        # Shared: a second training is refused by the run's lock.
-        if not recordlock.lock(self._fd, _RANK, 1, shared=True):
-            logger.warning("%s: another process than a rank holds the lock; keepers take it for one", self.path)
+        recordlock.lock(self._fd, _RANK, 1, shared=True)  # a second training is refused by the run's lock
 
     def keep(self) -> bool:
         """Take the device as a keeper; False if a rank or another keeper has it."""

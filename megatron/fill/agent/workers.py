@@ -46,7 +46,7 @@ class WorkerPool:
         self._working: set[int] = set()  # pids of those that have a job
         self._standby: WorkerProcess | None = None
         # Held while a process is started and while orphans are ended, so that a new process is not ended as an orphan.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def working(self) -> list[int]:
@@ -67,7 +67,10 @@ class WorkerPool:
             try:
                 worker.end()
             finally:
-                self._forget(worker)
+                with self._lock:
+                    self._working.discard(worker.pid)
+                    OWN.discard(worker.pid)
+                    reap.end_descendants()  # those that left its process group are children of this process now
 
     def stand_by(self) -> None:
         """Start a spare process for the next job, if there is none."""
@@ -82,7 +85,10 @@ class WorkerPool:
     def stand_down(self) -> None:
         """End the spare process."""
         with self._lock:
-            self._dismiss()
+            if self._standby is not None:
+                self._standby.end()
+                OWN.discard(self._standby.pid)
+                self._standby = None
 
     def _start(self, job: Job) -> WorkerProcess:
         """Return the spare process if it suits the job, otherwise a new one."""
@@ -95,23 +101,10 @@ class WorkerPool:
                 if self._standby.alive:
                     worker, self._standby = self._standby, None
                 else:
-                    self._dismiss()
+                    self.stand_down()
             worker = worker or self._new(idle=task)
             self._working.add(worker.pid)
             return worker
-
-    def _forget(self, worker: WorkerProcess) -> None:
-        """End processes of the worker that left its process group and are now children of this one."""
-        with self._lock:
-            self._working.discard(worker.pid)
-            OWN.discard(worker.pid)
-            reap.end_descendants()
-
-    def _dismiss(self) -> None:
-        if self._standby is not None:
-            self._standby.end()
-            OWN.discard(self._standby.pid)
-            self._standby = None
 
     def _new(self, *, idle: bool, ahead: Sequence[str] = ()) -> WorkerProcess:
         worker = WorkerProcess(self._context, idle=idle, ahead=ahead)

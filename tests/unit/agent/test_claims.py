@@ -62,7 +62,11 @@ def claims_of(flaky: Flaky, jobs: list[NewJob] | None, lease_s: float = 1.0, **o
 
 
 def take(claims: Claims, work: Callable[[], float] = lambda: 0.0) -> HeldClaim:
-    claim = claims.claim(lambda store: [job.id for job in store.list({JobState.QUEUED})], "rank 0")
+    claim = claims.ask(
+        lambda store: store.claim(
+            claims.owner, [job.id for job in store.list({JobState.QUEUED})], claims.lease_s, "rank 0"
+        )
+    )
     assert claim is not None
     held = HeldClaim(claim, lambda: Progress(work_done=work()))
     claims.renew(held)

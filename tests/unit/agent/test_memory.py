@@ -59,7 +59,7 @@ def test_a_cap_leaves_the_margin_in_every_bubble(asked, cycle_free, now, margin,
     shown = None
     if cycle_free is not None:
         shown = BubbleCycle(10**9, tuple(BubbleSlot(BubbleKind.FILL, 10**6, free) for free in cycle_free))
-    with memory.shared(memory.device.limiter(Limits(), "job"), others, lambda size: None, lambda: False):
+    with MemoryShare(memory, memory.device.limiter(Limits(), "job"), others, lambda size: None, lambda: False):
         found = memory.cap(asked, shown)
     least = min([now, *(cycle_free or [])])
     if isinstance(found, NoRoom):
@@ -72,7 +72,7 @@ def test_a_cap_leaves_the_margin_in_every_bubble(asked, cycle_free, now, margin,
 
 def test_a_refusal_says_what_there_is():
     memory = free_memory(3072 * MIB, 1024 * MIB)
-    with memory.shared(memory.device.limiter(Limits(), "job"), 512 * MIB, lambda size: None, lambda: False):
+    with MemoryShare(memory, memory.device.limiter(Limits(), "job"), 512 * MIB, lambda size: None, lambda: False):
         refusal = memory.cap(1024 * MIB, cycle(3072, 1024))
     assert isinstance(refusal, NoRoom)
     assert "leaves 1024 MiB free" in refusal.reason
@@ -198,7 +198,7 @@ def test_what_a_worker_was_promised_is_not_promised_again_while_it_runs():
     device = FakeDevice(FakeMachine(1000 * MIB))
     memory = DeviceMemory(device, MARGIN, 1.0)
     limiter = device.limiter(Limits(None), "job")
-    with memory.shared(limiter, 300 * MIB, lambda size: None, lambda: False) as share:
+    with MemoryShare(memory, limiter, 300 * MIB, lambda size: None, lambda: False) as share:
         assert share.unused_promise_bytes == 300 * MIB
         assert memory.room_bytes(cycle(1000)) == 600 * MIB
         assert isinstance(memory.cap(700 * MIB, None), NoRoom)
@@ -212,6 +212,6 @@ def test_how_long_a_worker_has_to_shrink_is_the_memorys_to_say():
     limiter.look()
     for patience_s, how in ((0.0, How.STOP), (60.0, None)):
         memory = DeviceMemory(device, MARGIN, patience_s)
-        with memory.shared(limiter, 0, lambda size: None, lambda: False) as share:
+        with MemoryShare(memory, limiter, 0, lambda size: None, lambda: False) as share:
             ending = share.look()
             assert (ending and ending.how) is how

@@ -61,7 +61,7 @@ def left(bench: Post) -> dict[str, Any]:
         "own": sorted(OWN),
         "workers": bench.pool.working,
         "claims": list(context.claims._held),
-        "shares": list(context.memory._shares),
+        "shares": list(context.memory.shares),
         "running": list(bench.ledger._running),
         "groups": [] if home is None else sorted(home.glob(f"*{os.getpid()}-*")),
         "held": context.baton.held,
@@ -138,13 +138,13 @@ def test_a_command_runs_in_bubbles_only(bench):
     serving = threading.Thread(target=seat.serve)
     serving.start()
     try:
-        until(lambda: seat._run is not None and seat._run._worker is not None and seat._run._worker.log.serving_ns)
+        until(lambda: seat.run is not None and seat.run._worker is not None and seat.run._worker.log.serving_ns)
         time.sleep(5 * _LOOK_S)
         assert not ticks.exists()
         bench.gate.open(1 << 62, 0)
         until(lambda: ticks.exists() and ticks.stat().st_size > 3)
         bench.gate.close(time.monotonic_ns())
-        until(lambda: not seat._run._worker.log.step_seq)
+        until(lambda: not seat.run._worker.log.step_seq)
         time.sleep(_LOOK_S)
         before = ticks.stat().st_size
         time.sleep(5 * _LOOK_S)
@@ -288,7 +288,7 @@ def test_a_watcher_that_breaks_after_the_start_puts_the_job_back(bench, monkeypa
 
     def look(self: StopRequests) -> Any:
         looks.append(1)
-        return broken() if bench.context.memory._shares else sound(self)
+        return broken() if bench.context.memory.shares else sound(self)
 
     monkeypatch.setattr(StopRequests, "look", look)
     serve(bench, monkeypatch)
@@ -323,7 +323,7 @@ def test_nothing_is_taken_while_filling_is_off_nor_by_a_tail_without_a_resident_
     tail = Seat(bench.context, bench.pool, bench.judge, beside=bench.seat())
     assert not tail.serve()
     assert bench.store.get(job.id).state is JobState.QUEUED
-    assert (str(tail), tail.busy_until_s, tail.resident) == ("tail job", None, None)
+    assert (str(tail), tail.run, tail.resident) == ("tail job", None, None)
 
 
 def test_a_folder_that_cannot_be_made_is_said(bench, monkeypatch):

@@ -122,7 +122,7 @@ def test_a_gpu_serves_no_job_before_it_is_known_what_the_main_job_leaves(monkeyp
         if cycle is not None:
             bench.board.show(cycle)
         asked: list[object] = []
-        monkeypatch.setattr(bench.context.claims, "claim", lambda *_: asked.append(None))
+        monkeypatch.setattr(bench.context.claims, "ask", lambda *_: asked.append(None))
         assert not bench.seat().serve()
         assert len(asked) == asks
 
