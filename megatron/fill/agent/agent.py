@@ -87,7 +87,7 @@ class Seat:
     idle: Callable[[], object] = lambda: None  # called when there is no job for this seat
 
     def __post_init__(self) -> None:
-        self.run: JobRun | None = None  # None without a job
+        self.attempt: JobRun | None = None  # None without a job
         self._has_stepped = False  # a job that has ended has done a step
         self._seen: object = None  # state of store, cycle and resident job at the latest look
         self._looked_s = 0.0
@@ -101,13 +101,13 @@ class Seat:
 
         Before, it is unknown what it leaves to a tail job, whose set-up would delay it.
         """
-        run = self.run
+        run = self.attempt
         return None if run is None else run.resident
 
     @property
     def stepped(self) -> bool | None:
         """True once any job of this seat has done a step; until then False with a job here, None without."""
-        run = self.run
+        run = self.attempt
         if self._has_stepped or (run is not None and run.stepped):
             return True
         return None if run is None else False
@@ -123,13 +123,13 @@ class Seat:
         if claim is None:
             self.idle()
             return False
-        self.run = JobRun(context, self.pool, self.judge, claim, neighbour)
+        self.attempt = JobRun(context, self.pool, self.judge, claim, neighbour)
         context.claims.look_again()
         try:
-            self.run.run()
+            self.attempt.run()
         finally:
             self._has_stepped = bool(self.stepped)
-            self.run = None
+            self.attempt = None
             context.claims.look_again()
         return True
 
@@ -220,7 +220,7 @@ class Agent:
     def describe(self) -> DeviceEntry:
         """Return the store's entry for this device."""
         context = self.context
-        cycle, run = context.board.read(), self.resident.run
+        cycle, run = context.board.read(), self.resident.attempt
         paused = context.control.state is not RunState.RUNNING  # the device takes no job until an unknown time
         return DeviceEntry(
             name=context.name,
@@ -269,7 +269,7 @@ class Agent:
 
     def _look_elsewhere(self) -> None:
         """Ask for the tail job of another rank, if this rank has no job at all."""
-        if self.tail.run is None:
+        if self.tail.attempt is None:
             self.context.claims.ask(self.mover.look)
 
     def _serve(self, seat: Seat) -> None:

@@ -26,14 +26,12 @@ class EnergyShare:
 
     def look(self) -> None:
         """Add what the job has had since the last look; a counter that does not answer is asked again at the next."""
-        if self.joules is None or self._total_j is None:
-            return
-        total_j, now_ns = self.read(), self.clock_ns()
+        before_j, total_j, now_ns = self._total_j, self.read(), self.clock_ns()
         span_ns = now_ns - self._at_ns
-        if total_j is None or span_ns <= 0:
+        if before_j is None or total_j is None or span_ns <= 0:
             return
         # A bubble counts at its end, perhaps for more time than this span has: the rest counts for the next one.
         had_ns = min(span_ns, self.had_ns() - self._counted_ns)
-        self.joules += max(0.0, total_j - self._total_j) * had_ns / span_ns
+        self.joules = (self.joules or 0.0) + max(0.0, total_j - before_j) * had_ns / span_ns
         self._counted_ns += had_ns
         self._total_j, self._at_ns = total_j, now_ns

@@ -22,7 +22,6 @@ class AttemptLedger:
     last_word: LastWord  # page on which records that cannot be written are left for the rank
 
     def __post_init__(self) -> None:
-        self._behind = False
         self._ended: list[Record] = []  # not in the file yet
         self._running: list[Callable[[], Record | None]] = []
         self._lock = threading.Lock()
@@ -58,11 +57,8 @@ class AttemptLedger:
                 self.file.show(running)
             except OSError:
                 self.file.note(behind=True)
-                self._behind = True
                 # Each time: it may be killed before the next.
                 self.last_word.leave(attempts_text([*self._ended, *running], MOST_BYTES))
                 raise
-            if self._behind:
-                self.file.note(behind=False)
-                self._behind = False
-                self.last_word.clear()
+            self.file.note(behind=False)
+            self.last_word.clear()

@@ -138,13 +138,14 @@ def test_a_command_runs_in_bubbles_only(bench):
     serving = threading.Thread(target=seat.serve)
     serving.start()
     try:
-        until(lambda: seat.run is not None and seat.run._worker is not None and seat.run._worker.log.serving_ns)
+        until(lambda: seat.attempt is not None and seat.attempt._worker is not None)
+        until(lambda: seat.attempt._worker.log.serving_ns)
         time.sleep(5 * _LOOK_S)
         assert not ticks.exists()
         bench.gate.open(1 << 62, 0)
         until(lambda: ticks.exists() and ticks.stat().st_size > 3)
         bench.gate.close(time.monotonic_ns())
-        until(lambda: not seat.run._worker.log.step_seq)
+        until(lambda: not seat.attempt._worker.log.step_seq)
         time.sleep(_LOOK_S)
         before = ticks.stat().st_size
         time.sleep(5 * _LOOK_S)
@@ -323,7 +324,7 @@ def test_nothing_is_taken_while_filling_is_off_nor_by_a_tail_without_a_resident_
     tail = Seat(bench.context, bench.pool, bench.judge, beside=bench.seat())
     assert not tail.serve()
     assert bench.store.get(job.id).state is JobState.QUEUED
-    assert (str(tail), tail.run, tail.resident) == ("tail job", None, None)
+    assert (str(tail), tail.attempt, tail.resident) == ("tail job", None, None)
 
 
 def test_a_folder_that_cannot_be_made_is_said(bench, monkeypatch):
