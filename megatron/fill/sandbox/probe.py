@@ -1,23 +1,20 @@
-"""The sandbox layers that this machine supports, found by trying each in a short-lived child."""
+"""The sandbox layers that this machine supports, found by setting up sandboxes with more and more of them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron.fill.errors import SandboxError
+from megatron.fill.linux import host
 from megatron.fill.linux.isolated import ask
 from megatron.fill.sandbox.config import Sandbox
-from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inner, open_outer
+from megatron.fill.sandbox.enter import NAMESPACES
+from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sandbox.remedy import remedy
 from megatron.fill.spec import Spec
 
-_READ_BYTES = 4096
 _LOOK_S = 60.0  # timeout for a busy machine
 _NAMESPACES = {  # layer and purpose of each
     "pid": ("processes", "no process outside can be named"),
@@ -93,19 +90,16 @@ def main(asked: str) -> None:
 
 def probe(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> SandboxSupport:
     """Try every layer, as ``look`` does, from this process, which must have a single thread."""
-    base = () if os.geteuid() == 0 else ("user",)
-    with _folder() as folder:
-        sandbox = Sandbox(directory=folder, user=user, group=group, network=network)
-        given, reasons = _namespaces(sandbox, base)
-        shown = {name: layer for name, layer in _NAMESPACES.items() if not (network and name == "net")}
-        layers = [_layer(layer, keeps, reasons.get(name, "")) for name, (layer, keeps) in shown.items()]
-        lacking = _try(lambda: give_everything_up(replace(sandbox, namespaces=given)))
+    host.adopt_orphans()
+    sandbox = Sandbox(directory="/usr", user=user, group=group, network=network)  # nothing is written there
+    given, reasons = _namespaces(sandbox)
+    shown = {name: layer for name, layer in _NAMESPACES.items() if not (network and name == "net")}
+    layers = [_layer(layer, keeps, reasons.get(name, "")) for name, (layer, keeps) in shown.items()]
     if why_same_user is not None:
         layers.append(Layer("user", "a user without rights over the training", why_same_user))
-    # A reason that names no layer comes from an error before all layers were set up.
-    raised = next((reason for reason in lacking if not any(word in reason for _, _, word in _GIVEN_UP)), "")
+    lacking, error = _try(replace(sandbox, namespaces=given))
     for name, keeps, word in _GIVEN_UP:
-        layers.append(_layer(name, keeps, next((reason for reason in lacking if word in reason), raised)))
+        layers.append(_layer(name, keeps, next((reason for reason in lacking if word in reason), error)))
     return SandboxSupport(given, tuple(layers))
 
 
@@ -117,68 +111,29 @@ def _layer(name: str, keeps: str, lacks: str) -> Layer:
     return Layer(name, keeps, lacks)
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    """Yield a folder like a job's own; ``/usr`` if none can be created, since nothing is written to it."""
-    with contextlib.ExitStack() as always:
-        try:
-            folder = always.enter_context(tempfile.TemporaryDirectory(prefix="pipefill-probe-"))
-            os.chmod(folder, 0o755)
-        except OSError:
-            folder = "/usr"
-        yield folder
-
-
-def _namespaces(sandbox: Sandbox, base: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def _namespaces(sandbox: Sandbox) -> tuple[tuple[str, ...], dict[str, str]]:
     """The namespaces that can be created together, and the reasons why the others cannot."""
-    given = list(base)
+    base = () if os.geteuid() == 0 else ("user",)
+    given = base
     reasons: dict[str, str] = {}
     for name in ("mount", "pid", "ipc", "cgroup", "net"):
         if name == "pid" and "mount" not in given:  # it needs its own /proc
             reasons[name] = "it needs a mount namespace"
-            continue
-        if name == "net" and sandbox.network:
-            continue
-        trial = replace(sandbox, namespaces=_ordered([*given, name]))
-        failures = _try(partial(_enter, trial))
-        if failures:
-            reasons[name] = failures[0]
-        else:
-            given.append(name)
-    return (() if given == list(base) else _ordered(given)), reasons
+        elif name != "net" or not sandbox.network:
+            wanted = tuple(one for one in NAMESPACES if one in (*given, name))
+            _, error = _try(replace(sandbox, namespaces=wanted))
+            if error:
+                reasons[name] = error
+            else:
+                given = wanted
+    return () if given == base else given, reasons
 
 
-def _ordered(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in NAMESPACES if name in names)
-
-
-def _enter(sandbox: Sandbox) -> list[str]:
-    open_outer(sandbox)
-
-    def inside() -> list[str]:
-        open_inner(sandbox)
-        return []
-
-    return _try(inside)
-
-
-def _try(act: Callable[[], list[str]]) -> list[str]:
-    """Call ``act`` in a child of this process; return its result, or the error it raised as a list of one."""
-    read_fd, write_fd = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            found = act()
-        except BaseException as error:
-            found = [str(error) or type(error).__name__]
-        os.write(write_fd, "\0".join(found).encode()[:_READ_BYTES])
-        os._exit(0)
-    os.close(write_fd)
-    told = b""
-    while data := os.read(read_fd, _READ_BYTES):
-        told += data
-    os.close(read_fd)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        return [f"the attempt ended with {code}"]
-    return [text for text in told.decode(errors="replace").split("\0") if text]
+def _try(sandbox: Sandbox) -> tuple[list[str], str]:
+    """Set a sandbox up; return the reasons for layers that it lacks, and the error if it cannot be set up at all."""
+    try:
+        held = SandboxedProcess(sandbox, lambda: None, lambda: None)
+    except SandboxError as error:
+        return [], str(error)
+    held.kill()
+    return held.lacking, ""

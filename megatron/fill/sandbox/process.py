@@ -157,7 +157,7 @@ class SandboxedProcess:
                 self._run_init(alive_r, told_w, go_r)
             _tell(told_w, init=init)
         except BaseException as error:
-            _tell(told_w, error=f"no process namespace: {error}")
+            _tell_error(told_w, error)
         finally:
             os._exit(0)
 
@@ -186,7 +186,7 @@ class SandboxedProcess:
                 naming.answer(ours, proc, self._sandbox)
             _tell(told_w, status=_reap_until(child))
         except BaseException as error:
-            _tell(told_w, error=f"{type(error).__name__}: {error}")
+            _tell_error(told_w, error)
         finally:
             os._exit(0)
 
@@ -208,7 +208,7 @@ class SandboxedProcess:
             _tell(told_w, lacking=lacking)
             os.close(told_w)
         except BaseException as error:
-            _tell(told_w, error=f"{type(error).__name__}: {error}")
+            _tell_error(told_w, error)
             os._exit(1)
         try:
             if os.read(go_r, 1):
@@ -232,3 +232,7 @@ def _reap_until(child: int) -> int:
 def _tell(fd: int, **what: Any) -> None:
     with contextlib.suppress(OSError):
         os.write(fd, json.dumps(what).encode() + b"\n")
+
+
+def _tell_error(fd: int, error: BaseException) -> None:
+    _tell(fd, error=str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from megatron.fill.agent.sandbox import find_support
 from megatron.fill.cli import main
 from megatron.fill.errors import ConfigError, SandboxError
 from megatron.fill.linux import host
-from megatron.fill.sandbox import SandboxSupport, probe
+from megatron.fill.sandbox import SandboxSupport, probe, process
 from megatron.fill.sandbox.remedy import remedy
 
 ALL = ("pid", "mount")
@@ -145,20 +143,11 @@ def test_root_of_a_container_is_told_its_two_capabilities(monkeypatch, tmp_path)
     assert "seccomp" not in said  # the engine's own filter leaves room for those who have the capabilities
 
 
-def test_the_walls_are_tried_where_no_temporary_file_can_be_made(monkeypatch):
-    def none(**_: Any) -> None:
-        raise FileNotFoundError("No usable temporary directory")
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", none)
-    with probe._folder() as folder:
-        assert Path(folder).is_dir()
-
-
 def test_a_wall_is_not_said_to_stand_if_its_building_was_not_reached(monkeypatch):
-    def stopped(_: object) -> list[str]:
+    def stopped(*_: object) -> list[str]:
         raise OSError("not permitted")
 
-    monkeypatch.setattr(probe, "give_everything_up", stopped)
+    monkeypatch.setattr(process, "give_everything_up", stopped)
     found = {layer.name: layer.lacks for layer in probe.probe(None, None, "", False).layers}
     assert {found[name] for name in ("system calls", "landlock", "powers", "privileges")} == {"not permitted"}
 
