@@ -13,12 +13,7 @@ LEFT_OUT = ("proc", "landlock", "system calls", "run folder", "uncounted memory"
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A path outside of its own folder that a job may use.
-
-    Attributes:
-        path: absolute path of a file or folder.
-        writable: True if the job may write there.
-    """
+    """A file or folder outside of its own folder that a job may use, by its absolute path."""
 
     path: str
     writable: bool = False
@@ -30,17 +25,15 @@ def parse_bind(text: str) -> Bind:
     Raises:
         ConfigError: the path is not absolute or does not exist, or it is ``/:rw``.
     """
-    path, colon, mode = text.rpartition(":")
-    if mode != "rw" or not colon:
-        path, mode = (path, mode) if colon and mode == "ro" else (text, "")
-    place = Path(path)
+    writable = text.endswith(":rw")
+    place = Path(text.removesuffix(":rw" if writable else ":ro"))
     if not place.is_absolute():
         raise ConfigError(f"--fill-bind {text}: expected an absolute path, or one and :rw")
     if not place.exists():
         raise ConfigError(f"--fill-bind {text}: there is no {place}")
-    if mode == "rw" and place.resolve() == Path("/"):
+    if writable and place.resolve() == Path("/"):
         raise ConfigError(f"--fill-bind {text}: expected a folder for the jobs, not the whole machine")
-    return Bind(str(place.resolve()), mode == "rw")
+    return Bind(str(place.resolve()), writable)
 
 
 @dataclass(frozen=True, slots=True)

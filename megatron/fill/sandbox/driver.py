@@ -10,16 +10,18 @@ import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux import host
 from megatron.fill.linux.isolated import ask
 from megatron.fill.sandbox.config import Sandbox
+from megatron.fill.sandbox.probe import LAYERS
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.spec import Spec
 
 LIBRARY = "libcuda.so.1"
-_LEFT_OUT = ("proc", "landlock", "system calls")  # the layers of config.LEFT_OUT that can affect a driver
+_LEFT_OUT = ("proc", "landlock", "system calls")  # layers of ``config.LEFT_OUT`` that can affect a driver
 _LOOK_S = 120.0  # for all attempts, on a machine that is busy
 _MOST_BYTES = 1000
 
@@ -44,9 +46,8 @@ def why_no_cuda(trial: DriverTrial) -> str:
 
 def main(text: str) -> None:
     """Run a trial, in the process that ``why_no_cuda`` starts, and print the reason."""
-    trial = DriverTrial.from_json(text)
     host.adopt_orphans()
-    print(_judge(trial))
+    print(_judge(DriverTrial.from_json(text)))
 
 
 def _judge(trial: DriverTrial) -> str:
@@ -63,11 +64,10 @@ def _judge(trial: DriverTrial) -> str:
 
 def _with_one_less(sandbox: Sandbox) -> Iterator[tuple[str, Sandbox]]:
     """Yield the sandbox without one of its layers, for each layer, with the name that ``pipefill doctor`` prints."""
-    for name, layer in (("net", "network"), ("cgroup", "control groups"), ("ipc", "ipc"), ("pid", "processes")):
+    for name, (layer, _) in LAYERS.items():
+        left_out = ("mount", "pid") if name == "mount" else (name,)
         if name in sandbox.namespaces:
-            yield layer, replace(sandbox, namespaces=tuple(one for one in sandbox.namespaces if one != name))
-    if "mount" in sandbox.namespaces:
-        yield "files", replace(sandbox, namespaces=tuple(n for n in sandbox.namespaces if n not in ("mount", "pid")))
+            yield layer, replace(sandbox, namespaces=tuple(one for one in sandbox.namespaces if one not in left_out))
     for layer in _LEFT_OUT:
         yield layer, replace(sandbox, without=(layer,))
     if sandbox.user is not None:
@@ -78,7 +78,7 @@ def _behind(sandbox: Sandbox | None, library: str) -> str:
     """The error of ``cuInit`` in this sandbox, or without one; empty if it succeeds."""
     told_r, told_w = os.pipe()
 
-    def start() -> None:
+    def start() -> NoReturn:
         os.write(told_w, f"{_start(library)}\n".encode()[:_MOST_BYTES])
         os._exit(0)  # without the exit handlers that the driver has registered
 
@@ -107,8 +107,8 @@ def _start(library: str) -> str:
         code = cuda.cuInit(0)
         if not code:
             return ""
-        name = ctypes.c_char_p()
-        known = cuda.cuGetErrorName(code, ctypes.byref(name)) == 0 and name.value is not None
-        return f"cuInit gives {code}" + (f" ({(name.value or b'').decode(errors='replace')})" if known else "")
+        name = ctypes.c_char_p(b"unknown")
+        cuda.cuGetErrorName(code, ctypes.byref(name))
+        return f"cuInit gives {code} ({(name.value or b'unknown').decode(errors='replace')})"
     except (OSError, AttributeError) as error:
         return str(error)

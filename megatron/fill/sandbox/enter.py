@@ -39,11 +39,7 @@ _ALWAYS_WRITABLE = ("/tmp", "/dev/shm")  # the view or file permissions limit wr
 
 
 def open_outer(sandbox: Sandbox) -> None:
-    """Do step 1, in the outer process.
-
-    Raises:
-        OSError: a namespace cannot be created.
-    """
+    """Do step 1, in the outer process; OSError if a namespace cannot be created."""
     if "user" in sandbox.namespaces:
         user, group = os.geteuid(), os.getegid()
         os.unshare(os.CLONE_NEWUSER)
@@ -86,13 +82,13 @@ def open_inner(sandbox: Sandbox) -> int:
 
 
 def give_everything_up(sandbox: Sandbox, names: socket.socket | None = None) -> list[str]:
-    """Do step 3, in the process that becomes the job; return the reasons for layers that are missing.
-
-    The process must have no other thread yet.
+    """Do step 3, in the process that becomes the job, which must have no other thread yet.
 
     Args:
-        sandbox: sandbox of the job.
         names: socket to the init, which lets the job name its threads (``naming``); None without devices.
+
+    Returns:
+        For each layer the reason why it is missing, or ''.
 
     Raises:
         OSError: it cannot become the job's user.
@@ -103,7 +99,7 @@ def give_everything_up(sandbox: Sandbox, names: socket.socket | None = None) -> 
         become(sandbox.user, sandbox.group)
     network = sandbox.network or "net" in sandbox.namespaces
     if "landlock" not in sandbox.without:
-        lacking += enter_rules(_writable(sandbox), network)
+        lacking.append(enter_rules(_writable(sandbox), network))
     lacking.append(give_up_powers())
     hide_memory(False)  # the change of user has made the process unreadable, also to the job
     if "system calls" not in sandbox.without:
@@ -112,7 +108,7 @@ def give_everything_up(sandbox: Sandbox, names: socket.socket | None = None) -> 
         lacking.append(load_filter(counted, bool(sandbox.devices), asked))
     if len(os.listdir("/proc/self/task")) > 1:
         lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
-    return [reason for reason in lacking if reason]
+    return lacking
 
 
 def _writable(sandbox: Sandbox) -> list[str]:

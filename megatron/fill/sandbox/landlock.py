@@ -31,7 +31,7 @@ def landlock_abi() -> int:
         return 0
 
 
-def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
+def enter_rules(writable: Sequence[str], network: bool) -> str:
     """Apply the rules permanently to the calling thread and all that it starts from now on.
 
     They do not apply to other threads, so call it before the process has any.
@@ -41,11 +41,11 @@ def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
         network: True to leave TCP unrestricted.
 
     Returns:
-        Reasons for the rules that this kernel cannot apply.
+        The reason why this kernel cannot apply all rules, or ''.
     """
     abi = landlock_abi()
     if not abi:
-        return ["landlock is not there: signals to other processes, and writing, are not kept in by it"]
+        return "landlock is not there: signals to other processes, and writing, are not kept in by it"
     files = _WRITE_FILE | _MAKE_AND_REMOVE
     files |= _TRUNCATE if abi >= _TRUNCATE_SINCE else 0
     files |= _REFER if abi >= _REFER_SINCE else 0
@@ -61,10 +61,10 @@ def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
         finally:
             os.close(ruleset)
     except OSError as error:
-        return [f"landlock: {error_name(error)}"]
+        return f"landlock: {error_name(error)}"
     if abi >= SCOPES_SINCE:
-        return []
-    return [f"landlock has ABI {abi}: signals to other processes are kept in by ABI {SCOPES_SINCE}, Linux 6.12"]
+        return ""
+    return f"landlock has ABI {abi}: signals to other processes are kept in by ABI {SCOPES_SINCE}, Linux 6.12"
 
 
 def _allow(ruleset: int, path: str, files: int) -> None:

@@ -27,31 +27,35 @@ def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
         tasks: number of processes and threads of its user.
         files: number of open files of each process.
     """
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: files,
+        resource.RLIMIT_RTPRIO: 0,  # no scheduling class above the idle one
+        resource.RLIMIT_NICE: 0,
+        resource.RLIMIT_MEMLOCK: _LOCKED_BYTES if memory_bytes is None else _LOCKED_COUNTED_BYTES,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: _SIGNALS,
+        resource.RLIMIT_NPROC: tasks,
+    }
     if memory_bytes is not None:
-        _lower(resource.RLIMIT_DATA, memory_bytes)
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_NOFILE, files)
-    _lower(resource.RLIMIT_RTPRIO, 0)  # no scheduling class above the idle one
-    _lower(resource.RLIMIT_NICE, 0)
-    _lower(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES if memory_bytes is None else _LOCKED_COUNTED_BYTES)
-    _lower(resource.RLIMIT_MSGQUEUE, 0)
-    _lower(resource.RLIMIT_SIGPENDING, _SIGNALS)
-    _lower(resource.RLIMIT_NPROC, tasks)
+        limits[resource.RLIMIT_DATA] = memory_bytes
+    for which, value in limits.items():
+        _, hard = resource.getrlimit(which)
+        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (least, least))
 
 
-def be_first_to_die() -> list[str]:
+def be_first_to_die() -> str:
     """Have the kernel kill this process, and those that it starts, first when memory runs out.
 
-    The training's own ``oom_score_adj`` cannot be lowered instead: that takes CAP_SYS_RESOURCE.
-
-    Returns:
-        The reason if that fails, as a list of one; else an empty list.
+    The training's own ``oom_score_adj`` cannot be lowered instead: that takes CAP_SYS_RESOURCE.  Returns an error
+    message, or ''.
     """
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE), encoding="ascii")
     except OSError as error:
-        return [f"the kernel may end the training instead of a job when memory runs out: {error}"]
-    return []
+        return f"the kernel may end the training instead of a job when memory runs out: {error}"
+    return ""
 
 
 def become(uid: int, gid: int) -> None:
@@ -100,12 +104,6 @@ def give_up_powers() -> str:
 def hide_memory(hidden: bool) -> None:
     """Hide this process's memory from processes of the same user, or not; a change of user hides it too."""
     prctl(_PR_SET_DUMPABLE, int(not hidden))
-
-
-def _lower(which: int, value: int) -> None:
-    _, hard = resource.getrlimit(which)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
 
 
 def tasks_of(user: int) -> int:

@@ -16,7 +16,7 @@ from megatron.fill.sandbox.remedy import remedy
 from megatron.fill.spec import Spec
 
 _LOOK_S = 60.0  # timeout for a busy machine
-_NAMESPACES = {  # layer and purpose of each
+LAYERS = {  # layer and purpose of each namespace
     "pid": ("processes", "no process outside can be named"),
     "mount": ("files", "files are read-only but for the job's own folder; no files of other jobs, sockets or devices"),
     "ipc": ("ipc", "shared memory of System V and message queues of its own"),
@@ -33,29 +33,19 @@ _GIVEN_UP = (  # layer, purpose, and a word of the reason if the layer is missin
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A sandbox layer.
-
-    Attributes:
-        keeps: effect of the layer.
-        lacks: reason why the layer is missing here; empty if it is not.
-    """
+    """A sandbox layer."""
 
     name: str
-    keeps: str
-    lacks: str = ""
+    keeps: str  # effect of the layer
+    lacks: str = ""  # reason why it is missing here; empty if it is not
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSupport(Spec):
-    """The sandbox layers of this machine.
+    """The sandbox layers of this machine."""
 
-    Attributes:
-        namespaces: supported namespaces, for ``Sandbox.namespaces``.
-        layers: all layers, including missing ones.
-    """
-
-    namespaces: tuple[str, ...]
-    layers: tuple[Layer, ...]
+    namespaces: tuple[str, ...]  # supported ones, for ``Sandbox.namespaces``
+    layers: tuple[Layer, ...]  # all layers, including missing ones
 
     @property
     def lacking(self) -> list[Layer]:
@@ -67,8 +57,8 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
     """Try every layer, in a separate process, since this one may have threads and must keep its powers.
 
     Args:
-        user: user ID that the jobs run as; None for that of this process.
-        group: group ID that the jobs run as; None for that of this process.
+        user: user ID that the jobs run as, as ``group``; None for that of this process.
+        group: group ID.
         why_same_user: reason why jobs do not run as a user without rights; empty if they do, None to leave out the
             layer ``user``.
         network: True if the jobs share the machine's network, which leaves out the layer ``network``.
@@ -93,8 +83,11 @@ def probe(user: int | None, group: int | None, why_same_user: str | None, networ
     host.adopt_orphans()
     sandbox = Sandbox(directory="/usr", user=user, group=group, network=network)  # nothing is written there
     given, reasons = _namespaces(sandbox)
-    shown = {name: layer for name, layer in _NAMESPACES.items() if not (network and name == "net")}
-    layers = [_layer(layer, keeps, reasons.get(name, "")) for name, (layer, keeps) in shown.items()]
+    layers = [
+        _layer(layer, keeps, reasons.get(name, ""))
+        for name, (layer, keeps) in LAYERS.items()
+        if not (network and name == "net")
+    ]
     if why_same_user is not None:
         layers.append(Layer("user", "a user without rights over the training", why_same_user))
     lacking, error = _try(replace(sandbox, namespaces=given))

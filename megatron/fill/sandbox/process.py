@@ -33,7 +33,6 @@ from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.enter import give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.powers import be_first_to_die, hide_memory
 
-_READ_BYTES = 1 << 16
 _STILL = set("TtZX")  # state letters of processes that are stopped or have ended (proc_pid_stat(5))
 
 
@@ -43,7 +42,6 @@ class SandboxedProcess:
     The caller must have a single thread, and must adopt orphans (``host.adopt_orphans``).
 
     Args:
-        sandbox: sandbox of the job.
         prepare: called in the job's process before it gives up its powers (limits, priority).
         body: code of the job, called after ``begin`` in the complete sandbox.  Its process ends when it returns.
 
@@ -57,27 +55,25 @@ class SandboxedProcess:
     """
 
     def __init__(self, sandbox: Sandbox, prepare: Callable[[], None], body: Callable[[], None]) -> None:
-        self._sandbox = sandbox
-        self._prepare = prepare
-        self._body = body
+        self._sandbox, self._prepare, self._body = sandbox, prepare, body
         self.init = 0
         self._exit_code: int | None = None
         self._lock = threading.Lock()  # the first thread that asks reaps the init
         alive_r, self._alive_w = os.pipe()  # end of file means that we have died
-        self._told_r, told_w = os.pipe()
+        told_r, told_w = os.pipe()
         go_r, self._go_w = os.pipe()
         opener = os.fork()
         if opener == 0:
-            for fd in (self._alive_w, self._told_r, self._go_w):
+            for fd in (self._alive_w, told_r, self._go_w):
                 os.close(fd)
             self._run_opener(alive_r, told_w, go_r)
         for fd in (alive_r, told_w, go_r):
             os.close(fd)
         os.waitpid(opener, 0)
-        self._told = b""
+        self._told = open(told_r, "rb", closefd=False)  # noqa: SIM115 - it is read until this process ends
         self.init = self._expect("init")
         os.write(self._alive_w, b"x")  # it is our child now
-        self.lacking: list[str] = self._expect("lacking")
+        self.lacking = list(filter(None, self._expect("lacking")))
         self.pid = children(self.init)[0]
 
     def begin(self) -> None:
@@ -139,13 +135,8 @@ class SandboxedProcess:
 
     def _read_line(self) -> dict[str, Any]:
         """The next report from inside; empty if the inside has ended without one."""
-        while b"\n" not in self._told:
-            data = os.read(self._told_r, _READ_BYTES)
-            if not data:
-                return {}
-            self._told += data
-        line, _, self._told = self._told.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        line = self._told.readline()
+        found: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
         return found
 
     def _run_opener(self, alive_r: int, told_w: int, go_r: int) -> NoReturn:
@@ -162,7 +153,6 @@ class SandboxedProcess:
             os._exit(0)
 
     def _run_init(self, alive_r: int, told_w: int, go_r: int) -> NoReturn:
-        """Run the init."""
         try:
             if not os.read(alive_r, 1):  # the caller has died
                 os._exit(1)
@@ -170,7 +160,7 @@ class SandboxedProcess:
             if readable(0, alive_r):  # it died before the call
                 os._exit(1)
             prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that orphans come here even without a process namespace
-            lacking = be_first_to_die()  # while /proc is writable
+            lacking = [be_first_to_die()]  # while /proc is writable
             proc = open_inner(self._sandbox)
             hide_memory(True)
             init = os.getpid()
@@ -193,7 +183,7 @@ class SandboxedProcess:
     def _run_job(
         self, init: int, told_w: int, go_r: int, proc: int, names: socket.socket, lacking: list[str]
     ) -> NoReturn:
-        """Run the job's process; ``names`` is its socket to the init, which lets it name its threads."""
+        """Run the job's process; ``names`` is for ``naming``."""
         try:
             os.setpgid(0, 0)
             self._prepare()

@@ -94,24 +94,23 @@ def load_filter(counted: bool, shared: bool, asked: Callable[[int], None] | None
     context = library.seccomp_init(_ALLOW)
     if not context:
         return f"no system call is refused: {_LIBRARY} does not start"
+    asks = asked is not None and _can_ask(library)
     try:
         library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version without it is only slower
         _add_rules(library, context)
         if counted:
             _add_uncounted(library, context, shared)
-        if asked is not None and _can_ask(library):
+        if asks:
             _add_questions(library, context)
         if code := library.seccomp_load(context):
             return f"no system call is refused: {errno.errorcode.get(-code, code)}"
-        notices = library.seccomp_notify_fd(context) if asked is not None and _can_ask(library) else -1
+        notices = library.seccomp_notify_fd(context) if asks else -1
     finally:
         library.seccomp_release(context)
     if asked is None:
         return ""
     if notices < 0:
-        return (
-            f"a job cannot name its threads, so CUDA's driver may not start (304): expected {_LIBRARY} 2.5, Linux 5.14"
-        )
+        return f"CUDA may not start (304), as a job cannot name its threads: expected {_LIBRARY} 2.5, Linux 5.14"
     asked(notices)
     return ""
 
@@ -142,10 +141,8 @@ def _open() -> Any:
     library = ctypes.CDLL(_LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     library.seccomp_attr_set.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
-    library.seccomp_rule_add_array.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint),
-        ctypes.c_void_p,
-    )
+    words = (ctypes.c_uint32, ctypes.c_int, ctypes.c_uint)
+    library.seccomp_rule_add_array.argtypes = (ctypes.c_void_p, *words, ctypes.c_void_p)
     library.seccomp_load.argtypes = library.seccomp_release.argtypes = (ctypes.c_void_p,)
     if _can_ask(library):
         library.seccomp_notify_fd.argtypes = (ctypes.c_void_p,)

@@ -192,7 +192,7 @@ class Actions:
         Of ``/proc``, which is closed to jobs, the driver writes the names of its threads; a job's init opens these for
         it.  Here it is open: the whole of a sandbox is what ``pipefill try`` has.
         """
-        lacking = [forgo_privileges(), *enter_rules([folder, "/tmp", "/dev", "/proc"], network=False)]
+        lacking = [forgo_privileges(), enter_rules([folder, "/tmp", "/dev", "/proc"], network=False)]
         return {"lacking": [reason for reason in lacking if reason]}
 
     def cap(self, memory_bytes: int) -> dict[str, Any]:
