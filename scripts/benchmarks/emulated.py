@@ -211,9 +211,9 @@ def emulation(how: Emulation) -> dict[str, str]:
     return {PROGRAM: f"scripts.benchmarks.emulated {how}"}
 
 
-def main(how: str, *given: str) -> None:
+def main(how: str, parent: str, channel_fd: str, ahead: str, run_dir: str) -> None:
     """Run the worker's first process."""
-    worker.run(partial(EmulatedWorker, Emulation(how)), *given)
+    worker.main(parent, channel_fd, ahead, run_dir, partial(EmulatedWorker, Emulation(how)))
 
 
 def why_not() -> str:

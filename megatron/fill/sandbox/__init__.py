@@ -1,8 +1,4 @@
-"""The sandbox of a job: isolation layers of the kernel, in place before any byte of the job is read.
-
-``Sandbox`` is the sandbox's configuration, ``enter`` sets it up in three steps, ``probe`` finds the layers that this
-machine supports.
-"""
+"""The sandbox of a job: isolation layers of the kernel, in place before any byte of the job is read."""
 
 from megatron.fill.sandbox.config import Bind, Sandbox, parse_bind
 from megatron.fill.sandbox.probe import Layer, SandboxSupport, look

@@ -40,36 +40,23 @@ def parse_bind(text: str) -> Bind:
 class Sandbox:
     """The sandbox of a job.
 
-    Attributes:
-        namespaces: namespaces to create, of ``enter.NAMESPACES``.
-        directory: the job's own folder, which it may write.
-        binds: further paths that it may use.
-        runs: run folders, whose content is hidden except for its own folder and ``binds``.
-        masked: files that it may not even open to read, since a reader can also lock them.
-        user: user ID that it runs as; None for this process's user.
-        group: group ID of that user.
-        network: True if it shares the machine's network.
-        memory_files_bytes: limit for its files in memory (``/tmp``, ``/dev/shm``).
-        devices: files in ``/dev`` that it may use in addition to the harmless ones.
-        host_memory_files: True to use the machine's ``/dev/shm`` instead of its own, which an MPS client requires.
-        without: layers of ``LEFT_OUT`` that are not set up, by name.  With a layer left out, an attack that only this
-            layer refuses must succeed, or a test of the layer proves nothing.  No setting of a training sets this.
-
     Raises:
         ValueError: ``without`` names an unknown layer.
     """
 
-    namespaces: tuple[str, ...] = ()
-    directory: str = "/"
+    namespaces: tuple[str, ...] = ()  # namespaces to create, of ``enter.NAMESPACES``
+    directory: str = "/"  # the job's own folder, which it may write
     binds: tuple[Bind, ...] = ()
-    runs: tuple[str, ...] = ()
-    masked: tuple[str, ...] = ()
-    user: int | None = None
+    runs: tuple[str, ...] = ()  # run folders, whose content is hidden except for its own folder and ``binds``
+    masked: tuple[str, ...] = ()  # files that it may not even open to read, since a reader can also lock them
+    user: int | None = None  # user ID that it runs as; None for this process's user
     group: int | None = None
-    network: bool = False
-    memory_files_bytes: int = 1 << 30
-    devices: tuple[str, ...] = ()
-    host_memory_files: bool = False
+    network: bool = False  # True if it shares the machine's network
+    memory_files_bytes: int = 1 << 30  # limit for its files in memory (``/tmp``, ``/dev/shm``)
+    devices: tuple[str, ...] = ()  # files in ``/dev`` that it may use in addition to the harmless ones
+    host_memory_files: bool = False  # True for the machine's ``/dev/shm``, not its own, which an MPS client requires
+    # Layers of ``LEFT_OUT`` that are not set up.  With a layer left out, an attack that only this layer refuses must
+    # succeed, or a test of the layer proves nothing.  No setting of a training sets this.
     without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

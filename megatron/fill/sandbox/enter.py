@@ -52,13 +52,10 @@ def open_outer(sandbox: Sandbox) -> None:
 
 
 def open_inner(sandbox: Sandbox) -> int:
-    """Do step 2, in the init.
+    """Do step 2, in the init; OSError if a namespace or the view cannot be created.
 
     Returns:
         Descriptor of a writable ``/proc`` for ``openat``; the job sees its own read-only.
-
-    Raises:
-        OSError: a namespace or the view cannot be created.
     """
     os.umask(0o022)
     outer = ("user", "pid", "net") if sandbox.network else ("user", "pid")

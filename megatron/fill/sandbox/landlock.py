@@ -32,9 +32,7 @@ def landlock_abi() -> int:
 
 
 def enter_rules(writable: Sequence[str], network: bool) -> str:
-    """Apply the rules permanently to the calling thread and all that it starts from now on.
-
-    They do not apply to other threads, so call it before the process has any.
+    """Apply the rules permanently to the calling thread and all that it starts from now on, but to no other thread.
 
     Args:
         writable: files, and folders with all that is below them, that may be written; nothing else may.

@@ -20,7 +20,6 @@ _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x4000, 0x40000, 2
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Call mount(2)."""
     words = [word.encode() if word else None for word in (source, target, kind)]
     if libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None):
         raise last_error(target)
@@ -32,11 +31,7 @@ def make_private() -> None:
 
 
 def take(path: str) -> int:
-    """Clone the mount at ``path``, with all below it; return its descriptor.  A link at the end is not followed.
-
-    Raises:
-        OSError: the path does not exist, or the kernel does not support this.
-    """
+    """Clone the mount at ``path``, with all below it; return its descriptor.  A link at the end is not followed."""
     flags = _CLONE | _RECURSIVE | _NO_FOLLOW | os.O_CLOEXEC
     return system_call(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
 

@@ -47,7 +47,6 @@ def answer(channel: socket.socket, proc: int, sandbox: Sandbox) -> None:
     Args:
         channel: socket to the job's side.
         proc: descriptor of a writable ``/proc`` of the job.
-        sandbox: sandbox of the job.
 
     Raises:
         OSError: the init cannot take the rights of the job's user, which it needs to read the job's memory.

@@ -13,20 +13,13 @@ from megatron.fill.linux.libc import error_name, last_error, libc, prctl
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 24, 38, 47
 _CLEAR_ALL = 4
 _CAPABILITY_VERSION = 0x20080522  # two words for each of the three sets
-_FIRST_TO_DIE = 1000  # the highest oom_score_adj
 _LOCKED_BYTES = 64 << 20
 _LOCKED_COUNTED_BYTES = 64 << 10  # locked pages of a file cannot be reclaimed, and count for no process
 _SIGNALS = 4096  # number of pending signals and timers
 
 
 def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
-    """Lower this process's limits permanently.
-
-    Args:
-        memory_bytes: private memory of each process; None for no cap.
-        tasks: number of processes and threads of its user.
-        files: number of open files of each process.
-    """
+    """Lower limits permanently: memory (None for no cap) and open files of each process, tasks of the user in all."""
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: files,
@@ -52,7 +45,7 @@ def be_first_to_die() -> str:
     message, or ''.
     """
     try:
-        Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE), encoding="ascii")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # the highest
     except OSError as error:
         return f"the kernel may end the training instead of a job when memory runs out: {error}"
     return ""

@@ -57,8 +57,8 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
     """Try every layer, in a separate process, since this one may have threads and must keep its powers.
 
     Args:
-        user: user ID that the jobs run as, as ``group``; None for that of this process.
-        group: group ID.
+        user: user ID that the jobs run as; None, also for ``group``, for that of this process.
+        group: group ID that the jobs run as.
         why_same_user: reason why jobs do not run as a user without rights; empty if they do, None to leave out the
             layer ``user``.
         network: True if the jobs share the machine's network, which leaves out the layer ``network``.

@@ -37,9 +37,7 @@ _STILL = set("TtZX")  # state letters of processes that are stopped or have ende
 
 
 class SandboxedProcess:
-    """A sandboxed job, which waits for ``begin``.
-
-    The caller must have a single thread, and must adopt orphans (``host.adopt_orphans``).
+    """A sandboxed job, started by a process with a single thread that adopts orphans (``host.adopt_orphans``).
 
     Args:
         prepare: called in the job's process before it gives up its powers (limits, priority).
@@ -77,7 +75,6 @@ class SandboxedProcess:
         self.pid = children(self.init)[0]
 
     def begin(self) -> None:
-        """Let the job begin."""
         os.write(self._go_w, b"x")
 
     def poll(self) -> int | None:
@@ -85,7 +82,6 @@ class SandboxedProcess:
         return self._collect(os.WNOHANG)
 
     def wait(self) -> int:
-        """Wait for the job's end; return its exit code."""
         code = None
         while code is None:
             code = self._collect(0)
@@ -121,11 +117,7 @@ class SandboxedProcess:
             return self._exit_code
 
     def _expect(self, what: str) -> Any:
-        """The value of the next report from inside, which must be named ``what``.
-
-        Raises:
-            SandboxError: an error was reported, or the inside has ended; no process is left.
-        """
+        """The value of the next report, which must be named ``what``; else SandboxError, and no process is left."""
         report = self._read_line()
         if what in report:
             return report[what]
@@ -140,7 +132,6 @@ class SandboxedProcess:
         return found
 
     def _run_opener(self, alive_r: int, told_w: int, go_r: int) -> NoReturn:
-        """Run the short-lived child that opens the outer namespaces."""
         try:
             open_outer(self._sandbox)
             init = os.fork()
@@ -212,7 +203,6 @@ class SandboxedProcess:
 
 
 def _reap_until(child: int) -> int:
-    """Reap children until ``child`` has ended; return its status."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:

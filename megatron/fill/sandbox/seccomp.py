@@ -74,9 +74,7 @@ class _Condition(ctypes.Structure):
 
 
 def load_filter(counted: bool, shared: bool, asked: Callable[[int], None] | None) -> str:
-    """Refuse those calls for this thread and all that it starts, permanently.
-
-    ``no_new_privs`` must have been set.
+    """Refuse those calls for this thread and all that it starts, permanently, with no_new_privs set before.
 
     Args:
         counted: True to refuse memory that no watch can count.
@@ -85,7 +83,7 @@ def load_filter(counted: bool, shared: bool, asked: Callable[[int], None] | None
             to not ask.
 
     Returns:
-        An error message if that fails, or ''.
+        An error message, or ''.
     """
     try:
         library = _open()

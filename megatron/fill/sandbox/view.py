@@ -27,11 +27,7 @@ _SCRATCH = "/dev"  # place where the files in memory are created before they are
 
 
 def build(sandbox: Sandbox) -> None:
-    """Turn this mount namespace into the job's view; called by the init, which has power over it and runs no job code.
-
-    Raises:
-        OSError: a part of it failed; the namespace must not be used then.
-    """
+    """Turn this mount namespace into the job's view; after an OSError, the namespace must not be used."""
     mounts.make_private()
     hidden = _hidden(sandbox)
     wanted = _wanted(sandbox, hidden)
@@ -77,11 +73,10 @@ def _lay_out(hidden: list[str], places: dict[str, int], temporary: int) -> list[
 def see_own_processes() -> int:
     """Mount a ``/proc`` of this process namespace, read-only, since writing there changes settings of processes.
 
+    A kernel refuses it in a container that hides parts of its ``/proc``.
+
     Returns:
         Descriptor of a writable view of it, except for settings of the whole machine.
-
-    Raises:
-        OSError: the kernel refused it, as it does in a container that hides parts of its ``/proc``.
     """
     mounts.mount("proc", "/proc", "proc", _LIMITED | mounts.NO_PROGRAMS)
     for name in _CLOSED_IN_PROC:
@@ -116,8 +111,7 @@ def _hidden(sandbox: Sandbox) -> list[str]:
 
 
 def _closed_runs(sandbox: Sandbox) -> list[str]:
-    """The run folders; if a run folder is itself needed by the job (as a module path, say), only PipeFill's parts of
-    it."""
+    """The run folders; of one that the job needs itself (as a module path, say), only PipeFill's parts."""
     if "run folder" in sandbox.without:
         return []
     needed = set(map(os.path.realpath, _needed(sandbox)))
@@ -148,10 +142,7 @@ def _needed(sandbox: Sandbox) -> list[str]:
 
 
 def _closed_folders(sandbox: Sandbox) -> list[str]:
-    """The folders that the job's user may not enter although paths below are needed.
-
-    Each is hidden, and only the needed paths below it are mounted again.
-    """
+    """The folders that the job's user may not enter: they are hidden, and needed paths below are mounted again."""
     if sandbox.user is None:
         return []
     found = set()

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from megatron.fill.linux import host
 from megatron.fill.pages.control import ControlReader
-from megatron.fill.pages.gate import GateReader, OpenBubble, SharedGateReader
-from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.gate import OpenBubble
+from megatron.fill.pages.steplog import WorkerPhase
 from megatron.fill.pages.watcher import watch_control
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.imperative import NOT_FOUND, become_command, why_no_program
 from megatron.fill.status import Cause, Then
 from megatron.fill.types import BubbleUse, Lack
+from megatron.fill.worker.pacing import StepPages
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
 _GUARD_NS = 500_000  # time before the bubble's expected end at which a command is stopped
@@ -34,18 +35,19 @@ class CommandRun:
     spec: WorkerSpec
     # Starts the command's process in its sandbox, once the agent agrees (``worker.start_sandboxed``).
     start: Callable[[Callable[[], None]], SandboxedProcess]
-    view: GateReader  # the gate as this job's seat sees it, to wait for bubbles
-    gate: SharedGateReader  # the gate itself, for the end of a bubble
-    log: StepLog
-    stopping: Callable[[], bool]  # returns True once the worker was asked to stop
-    left: Callable[[int], None]  # called with the number of every bubble that the command no longer uses
+    pages: StepPages
     control: ControlReader  # the control page; a pause takes effect within a bubble too
+    stopping: Callable[[], bool]  # returns True once the worker was asked to stop
 
     def __post_init__(self) -> None:
+        self.gate, self.log = self.pages.gate, self.pages.log
         self._cut_ns = 0  # time at which an operator's pause last stopped the command
         self._lock = threading.Lock()  # makes reading the control page and acting on it atomic
 
     def run(self) -> Outcome:
+        if self.pages.baton is not None:
+            self.pages.baton.hold()
+        self.log.unit = "seconds"
         # This process only watches the clock, and must get the core when the bubble ends: it runs at normal priority,
         # while the command itself yields to the training.
         command = self.start(lambda: become_command(self.spec.work.command or ()))
@@ -93,12 +95,13 @@ class CommandRun:
         self.log.phase = WorkerPhase.ASLEEP
         self.log.ready_ns = self.log.serving_ns = time.monotonic_ns()
         while not (self.gate.ended or self.stopping()):
-            bubble = self.view.wait(seq)
+            bubble = self.gate.wait(seq)
             if bubble is None:
                 continue
             seq = bubble.seq
             self._fill(command, bubble)
-            self.left(seq)
+            if self.pages.baton is not None:
+                self.pages.baton.pass_on(seq)
             command.await_stop(_STOPS_S)
             self.log.phase = WorkerPhase.ASLEEP
             if (code := command.poll()) is not None:

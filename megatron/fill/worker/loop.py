@@ -69,10 +69,6 @@ class StepLoop:
         whole_ns = max(1, profile.duration_ns)
         self._shares = [profile.work * node.duration_ns / whole_ns for node in nodes]
 
-    def expect_steps(self, profile: JobProfile) -> None:
-        """Use a profile of a plain task: the durations of its kinds of steps."""
-        self.estimators.expect([node.duration_ns for node in profile.nodes])
-
     def run(self) -> bool:
         """Run steps until the task is finished (True), or the training is over or a stop was requested (False)."""
         if self.baton is not None:

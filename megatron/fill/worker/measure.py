@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.device import cuda
-from megatron.fill.device.meter import fingerprint, meter
-from megatron.fill.errors import FillError, TaskError
+from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.imperative import ImperativeTask
@@ -21,66 +20,46 @@ from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.spec import Spec
 from megatron.fill.work import Work
-from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes, write_profile
+from megatron.fill.worker.profiler import measure_nodes, write_profile
 from megatron.fill.worker.steptimes import measure_steps, write_step_times
 
-NO_STEPS = 3  # exit status
-
-
-class NoStepsError(TaskError):
-    """The job is one long run without steps; it is measured by running it in bubbles (``trial``)."""
+NO_STEPS = 3  # exit status of a job that has none
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureSpec(Spec):
-    """The job to measure, and the folder for its profile (``directory``)."""
+    """The job to measure."""
 
     name: str
     work: Work
     device: str
-    directory: str
+    directory: str  # folder for its profile
 
 
-def measure(spec: MeasureSpec) -> None:
-    """Measure the job: the nodes of a node task in all configurations, the steps of another task.
+def measure(spec: MeasureSpec) -> bool:
+    """Measure the nodes of a node task in all configurations, or the steps of another; False for an ImperativeTask.
+
+    An ImperativeTask is one long run without steps, which is measured by running it in bubbles (``trial``).
 
     Raises:
-        NoStepsError: it is an ImperativeTask.
         TaskError: it runs in no configuration, or does no work.
     """
-    meters = meter(spec.device)
-    directory, device = Path(spec.directory), fingerprint(spec.device)
-    work, task = spec.work, spec.work.task or ""
+    work = spec.work
     index, count = work.instance
+    directory = Path(spec.directory)
     context = TaskContext(spec.name, directory, spec.device, work.memory_bytes, index=index, count=count)
-    first = load_task(task, work.search)
-    if isinstance(first, ImperativeTask):
-        raise NoStepsError(f"{task} is an ImperativeTask")
-    if not isinstance(first, NodeTask):
-        measured, kinds = measure_steps(first, context, work.args, meters)
-        write_profile(directory, measured, device)
+    task = load_task(work.task or "", work.search)
+    if isinstance(task, ImperativeTask):
+        return False
+    if isinstance(task, NodeTask):
+        found = measure_nodes(work, context)
+        assert found is not None  # there is no training that could end first
+        write_profile(context, found)
+    else:
+        found, kinds = measure_steps(task, context, work.args)
+        write_profile(context, found)
         write_step_times(directory, kinds)
-        return
-
-    def make(context: TaskContext) -> MeasuringMachine:
-        loaded = load_task(task, work.search)
-        assert isinstance(loaded, NodeTask)
-        return MeasuringMachine(loaded, context, meters)
-
-    found = measure_nodes(make, _run, context, work.args)
-    assert found is not None  # there is no training that could end first
-    write_profile(directory, found, device)
-
-
-def _run(machine: MeasuringMachine) -> bool:
-    machine.start()
-    try:
-        while True:
-            machine.run_next_step()
-    except StopIteration:
-        return True
-    finally:
-        machine.pause()
+    return True
 
 
 def main() -> None:
@@ -92,10 +71,10 @@ def main() -> None:
         cuda.cap_memory(spec.device, spec.work.memory_bytes)
     os.chdir(spec.directory)
     try:
-        measure(spec)
+        sys.exit(0 if measure(spec) else NO_STEPS)
     except FillError as error:
         print(error, file=sys.stderr)
-        sys.exit(NO_STEPS if isinstance(error, NoStepsError) else 2)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.fill.device.meter import fingerprint, meter, resident_bytes
+from megatron.fill.device.meter import resident_bytes
 from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.folders import PLAN
 from megatron.fill.linux.files import write_text
@@ -19,8 +19,6 @@ from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan, drifted
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
-from megatron.fill.sidetask.base import TaskContext
-from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes, write_profile
@@ -45,8 +43,8 @@ class NodeRun:
 
     def __post_init__(self) -> None:
         self.directory = Path(self.spec.directory)
-        self.plan: ExecutionPlan | None = None
-        self._cycle: BubbleCycle | None = None
+        self.plan: ExecutionPlan  # this and its cycle are there from ``choose`` on
+        self._cycle: BubbleCycle
         self._version = 0
         self._wanted: ExecutionPlan | None = None
 
@@ -62,15 +60,15 @@ class NodeRun:
             self.profiles = self._measure()
             if self.profiles is None:
                 return False
-        self._cycle = self._wait_for_cycle()
-        if self._cycle is None:
+        cycle = self._wait_for_cycle()
+        if cycle is None:
             return False
-        self.plan = best_plan(self._held(self._cycle), self.profiles, RESERVE_NS)
+        self._cycle = cycle
+        self.plan = best_plan(self._held(cycle), self.profiles, RESERVE_NS)
         return True
 
     def configure(self) -> None:
         """Configure the task as planned.  Called between ``create`` (and ``load_state_dict``) and ``init``."""
-        assert self.plan is not None
         self._take(self.plan)
 
     def begin(self) -> None:
@@ -84,7 +82,6 @@ class NodeRun:
         if names != tuple(node.name for node in profile.nodes):
             raise StaleProfile(f"its profile has {len(profile.nodes)} nodes and the task {len(names)}, or other ones")
         self.loop.expect(profile)
-        assert self.plan is not None
         work = f"{self.plan.work_per_cycle:g} {self.task.unit} a cycle"
         logger.info("%s; planned as %s: %s", self.task.split, profile.configuration, work)
 
@@ -103,7 +100,6 @@ class NodeRun:
             return
         self._version = self.board.version
         cycle = self._read_cycle()
-        assert self._cycle is not None
         if cycle is None or not drifted(self._cycle, cycle):
             return
         self._cycle = cycle
@@ -128,7 +124,6 @@ class NodeRun:
         self.loop.hold_at_start = True
 
     def _profile(self) -> JobProfile:
-        assert self.plan is not None
         return next(one for one in self.profiles or () if one.configuration == self.plan.configuration)
 
     def _take(self, plan: ExecutionPlan) -> None:
@@ -137,28 +132,18 @@ class NodeRun:
 
     def _write(self, plan: ExecutionPlan) -> None:
         self.plan = plan
-        assert self._cycle is not None
         write_text(self.directory / PLAN, json.dumps(plan.to_dict()) + "\n")
         write_text(self.directory / "plan.txt", f"{plan}\n")
 
     def _measure(self) -> tuple[JobProfile, ...] | None:
-        meters = meter(self.spec.device)
-
-        def make(context: TaskContext) -> MeasuringMachine:
-            task = load_task(self.spec.work.task or "", self.spec.work.search)
-            assert isinstance(task, NodeTask)
-            machine = MeasuringMachine(task, context, meters)
-            machine.enter = self.enter
-            return machine
-
         def run(machine: MeasuringMachine) -> bool:
             return self.loop.like(machine).run()
 
         context = replace(self.spec.context(), aside=self.task.context.aside)
-        measured = measure_nodes(make, run, context, self.spec.work.args, self.loop.turn)
+        measured = measure_nodes(self.spec.work, context, run, self.loop.turn, self.enter)
         if measured is None:
             return None
-        write_profile(self.directory, measured, fingerprint(self.spec.device))
+        write_profile(context, measured)
         return measured.profiles
 
     def _wait_for_cycle(self) -> BubbleCycle | None:

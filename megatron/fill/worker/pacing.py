@@ -38,18 +38,15 @@ _NEVER_NS = 1 << 62
 _LATE_NS = 5_000_000  # time after the end of a bubble from which a warning is given
 
 
-def _nothing() -> None:
-    """Do nothing: this device needs no such call."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepDevice:
     """The device as a step uses it."""
 
-    launch: Callable[[], None] = _nothing  # called before every step, and when the device is taken
+    launch: Callable[[], None] = lambda: None  # called before every step, and when the device is taken
     # Waits until the device has done all work that was launched; a step ends then.
-    synchronize: Callable[[], None] = _nothing
-    land: Callable[[], None] = _nothing  # undoes ``launch``; called after every step, once the time of its end is known
+    synchronize: Callable[[], None] = lambda: None
+    # Undoes ``launch``; called after every step, once the time of its end is known.
+    land: Callable[[], None] = lambda: None
     # The training takes the device back at the end of a bubble, so the duration of a step or pause that the end
     # interrupts is not a measurement.
     preemptive: bool = False
@@ -162,7 +159,7 @@ class Pacer:
             return
         self.device.launch()
         try:
-            with self._paced(bubble) as turn:
+            with self.paced(bubble, must) as turn:
                 yield turn
                 self.device.synchronize()
         finally:
@@ -181,17 +178,12 @@ class Pacer:
             )
 
     @contextlib.contextmanager
-    def paced(self, bubble: OpenBubble) -> Iterator[Turn]:
-        """Run a step that began in this bubble; the caller takes the device before and gives it back after.
+    def paced(self, bubble: OpenBubble, must: bool = True) -> Iterator[Turn]:
+        """Run the block, which begins in this bubble; the caller takes the device before and gives it back after.
 
-        A held step resumes at once when the worker is asked to stop, since half a step could not be saved.
+        With ``must``, it goes on at once when the worker is asked to stop: half a step could not be saved.
         """
-        self._must = True
-        with self._paced(bubble) as turn:
-            yield turn
-
-    @contextlib.contextmanager
-    def _paced(self, bubble: OpenBubble) -> Iterator[Turn]:
+        self._must = must
         self._enter(bubble)
         self._turn, self._taken, self._rings = Turn(), True, True
         before = signal.signal(signal.SIGALRM, self._tick)

@@ -6,19 +6,19 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-from typing import Any
 
-from megatron.fill.device.meter import Meter
+from megatron.fill.device.meter import Meter, fingerprint, meter
 from megatron.fill.errors import TaskError
 from megatron.fill.folders import PROFILE
 from megatron.fill.linux.files import write_text
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
-from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.sidetask.base import TaskContext, TaskState
+from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.untrusted import to_json
+from megatron.fill.work import Work
 from megatron.fill.worker.pacing import TakesTurn, at_once
 
 logger = logging.getLogger("pipefill.profile")
@@ -33,7 +33,7 @@ class MeasuringMachine(TaskMachine):
         super().__init__(task, context)
         self.nodes = task
         self.meter = meter
-        self.exhausted = False  # the task itself has finished
+        self.exhausted = False  # its task has finished or failed, so another is needed
         self._passes = 0
         self._times: list[list[tuple[int, int]]] = []
 
@@ -79,30 +79,47 @@ class MeasuringMachine(TaskMachine):
         return JobProfile(configuration, tuple(nodes), self.nodes.iteration_work())
 
 
+def run_alone(machine: MeasuringMachine) -> bool:
+    """Run the machine to its end, without waiting for bubbles."""
+    machine.start()
+    try:
+        while True:
+            machine.run_next_step()
+    except StopIteration:
+        return True
+    finally:
+        machine.pause()
+
+
 def measure_nodes(
-    make: Callable[[TaskContext], MeasuringMachine],
-    run: Callable[[MeasuringMachine], bool],
+    work: Work,
     context: TaskContext,
-    args: dict[str, Any],
+    run: Callable[[MeasuringMachine], bool] = run_alone,
     turn: TakesTurn = at_once,
+    enter: Callable[[], None] = lambda: None,
 ) -> MeasuredJob | None:
-    """Measure a job in every configuration that runs; None if the training ended first.
+    """Measure a node task in every configuration that runs; None if the training ended first.
 
     Args:
-        make: makes a new machine for the job; needed again once a task's data is used up.
         run: runs a machine in bubbles; returns False if the training ended first.
         turn: context manager in which the device is used.
+        enter: ``TaskMachine.enter`` of the machines.
 
     Raises:
         TaskError: it runs in no configuration.
     """
     scratch = context.directory / "profiling"
+    meters = meter(context.device)
 
     def new() -> MeasuringMachine:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        machine = make(replace(context, directory=scratch, measuring=True, total_work=None, result={}))
-        machine.create(args)
+        task = load_task(work.task or "", work.search)
+        assert isinstance(task, NodeTask)
+        fresh = replace(context, directory=scratch, measuring=True, total_work=None, result={})
+        machine = MeasuringMachine(task, fresh, meters)
+        machine.enter = enter
+        machine.create(work.args)
         return machine
 
     try:
@@ -116,17 +133,15 @@ def _measure(
 ) -> MeasuredJob | None:
     machine = new()
     measured, profiles, failures = MeasuredJob(()), [], []
-    started = False
     for configuration in machine.nodes.configurations():
         if machine.exhausted:
             machine.stop()
-            machine, started = new(), False
+            machine = new()
         try:
             with turn(f"preparing {configuration}"):
                 machine.begin(configuration)
-                if not started:
+                if machine.state is TaskState.CREATED:
                     machine.init()
-                    started = True
                 machine.meter.forget()
             if not run(machine):
                 machine.stop()
@@ -137,14 +152,14 @@ def _measure(
         except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError when memory is short
             failures.append(f"{configuration}: {' '.join(str(error).split())[:160]}")
             logger.warning("cannot run as %s", failures[-1])
-            machine.stop()
-            machine, started = new(), False
+            machine.exhausted = True
     machine.stop()
     if not profiles:
         raise TaskError(f"it runs in no configuration: {'; '.join(failures)}")
     return measured
 
 
-def write_profile(directory: Path, measured: MeasuredJob, device: str) -> None:
+def write_profile(context: TaskContext, measured: MeasuredJob) -> None:
     """Write a job's profile to its folder, from where the agent copies it to the store."""
-    write_text(directory / PROFILE, to_json(replace(measured, device=device).to_dict()) + "\n")
+    known = replace(measured, device=fingerprint(context.device))
+    write_text(context.directory / PROFILE, to_json(known.to_dict()) + "\n")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.device.meter import Meter
+from megatron.fill.device.meter import meter
 from megatron.fill.errors import TaskError
 from megatron.fill.linux.files import write_text
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
@@ -49,9 +49,7 @@ def nearest_rank[T](ordered: Sequence[T], share: float) -> T:
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
-def measure_steps(
-    task: SideTask, context: TaskContext, args: dict[str, Any], meter: Meter
-) -> tuple[MeasuredJob, list[KindTimes]]:
+def measure_steps(task: SideTask, context: TaskContext, args: dict[str, Any]) -> tuple[MeasuredJob, list[KindTimes]]:
     """Run a task for ``SECONDS`` of steps, or to its end.
 
     The profile has one node per kind of step, with the kind's median duration.  Its work is the measured rate times the
@@ -67,6 +65,7 @@ def measure_steps(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     machine = TaskMachine(task, replace(context, directory=scratch, measuring=True))
+    meters = meter(context.device)
     measured: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     work, spent_ns = 0.0, 0
     try:
@@ -75,13 +74,13 @@ def measure_steps(
         machine.start()
         while spent_ns < SECONDS * 1e9:
             kind = task.next_node
-            meter.start()
+            meters.start()
             start_ns = time.monotonic_ns()
             try:
                 work += machine.run_next_step()
             except StopIteration:
                 break
-            _, peak_bytes = meter.stop()
+            _, peak_bytes = meters.stop()
             duration_ns = time.monotonic_ns() - start_ns
             measured[kind].append((duration_ns, peak_bytes))
             spent_ns += duration_ns

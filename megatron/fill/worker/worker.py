@@ -30,7 +30,7 @@ from megatron.fill.linux.reap import end_descendants
 from megatron.fill.pages.baton import Baton, TailGate
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlReader
-from megatron.fill.pages.gate import GateReader, SharedGateReader
+from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.steplog import StepLog, WorkerPhase, map_log
 from megatron.fill.profiles import JobProfile, is_amount
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
@@ -72,32 +72,30 @@ class Worker:
     def __init__(self, spec: WorkerSpec, log_fd: int, channel: socket.socket) -> None:
         self.spec = spec
         self.channel = channel
-        self.gate = SharedGateReader(spec.gate_fd)
         self.board = CycleBoardReader(spec.board_fd)
         self.control = ControlReader(spec.control_fd)
-        self.baton = Baton(spec.baton_fd)
-        self.view: GateReader = TailGate(spec.gate_fd, self.baton) if spec.tail else self.gate
-        self.log = StepLog(map_log(log_fd))
+        baton, self.log = Baton(spec.baton_fd), StepLog(map_log(log_fd))
+        self.gate = TailGate(spec.gate_fd, baton) if spec.tail else SharedGateReader(spec.gate_fd)
+        self.pages = StepPages(self.gate, self.log, None if spec.tail else baton, self.control)
         for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, log_fd):
             os.close(fd)  # they stay mapped
-        self._stop = False
+        self._stop = False  # the agent has asked the worker to stop
         signal.signal(signal.SIGTERM, self._on_term)
 
     def run(self) -> int:
         """Start the job in its sandbox, wait until it has ended, and return its exit code."""
+        start = partial(start_sandboxed, self.spec, self.channel)
         if self.spec.work.command is not None:
-            self._run_command().leave(self.log)
+            CommandRun(self.spec, start, self.pages, self.control, self.stopping).run().leave(self.log)
             return 0
-        process = start_sandboxed(self.spec, self.channel, self._inside)
+        process = start(self._inside)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the task handles it
         return self.wait(process)
 
     def wait(self, process: SandboxedProcess) -> int:
-        """Wait for the end of the task's process; return its exit code."""
         return process.wait()
 
     def device(self) -> StepDevice:
-        """The device as the task's steps use it."""
         if self.spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
 
@@ -106,27 +104,16 @@ class Worker:
 
     def _inside(self) -> None:
         """Run the task; called in its own process, once it may begin."""
-        baton = None if self.spec.tail else self.baton
-        pages = StepPages(self.view, self.log, baton, self.control)
-        TaskRun(self.spec, pages, self.board, self.stopping, self.device()).run().leave(self.log)
+        TaskRun(self.spec, self.pages, self.board, self.stopping, self.device()).run().leave(self.log)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # threads that a task left behind must not keep the process
 
     def stopping(self) -> bool:
-        """True once the agent has asked the worker to stop."""
         return self._stop
 
     def _on_term(self, number: int, frame: object) -> None:
         self._stop = True
-
-    def _run_command(self) -> Outcome:
-        if not self.spec.tail:
-            self.baton.hold()
-        self.log.unit = "seconds"
-        left = (lambda seq: None) if self.spec.tail else self.baton.pass_on
-        start = partial(start_sandboxed, self.spec, self.channel)
-        return CommandRun(self.spec, start, self.view, self.gate, self.log, self.stopping, left, self.control).run()
 
 
 def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> SandboxedProcess:
@@ -174,9 +161,9 @@ class TaskRun:
 
     spec: WorkerSpec
     pages: StepPages
-    board: CycleBoardReader  # page with the rank's bubble cycle
-    asked_to_stop: Callable[[], bool]  # returns True once the worker was asked to stop; called between steps
-    device: StepDevice  # the device as its steps use it
+    board: CycleBoardReader
+    asked_to_stop: Callable[[], bool]  # called between steps
+    device: StepDevice
 
     def __post_init__(self) -> None:
         self.log, self.directory = self.pages.log, Path(self.spec.directory)
@@ -231,12 +218,9 @@ class TaskRun:
         return outcome(Cause.CROWDED if self._crowded else Cause.STOPPED, then=then)
 
     def new_machine(self, context: TaskContext) -> TaskMachine:
-        """Load the task, without calling ``create``, and return its machine.
-
-        Raises:
-            TaskError: there is no such task.
-        """
-        spec, enter = self.spec, None
+        """Load the task, without calling ``create``, and return its machine; TaskError if there is no such task."""
+        spec = self.spec
+        enter: Callable[[], None] = lambda: None
         if spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
 
@@ -245,9 +229,9 @@ class TaskRun:
         if isinstance(task, ImperativeTask):
             from megatron.fill.worker.driven import Driven
 
-            return TaskMachine(Driven(task, enter or (lambda: None)), context)  # its own process calls ``enter``
+            return TaskMachine(Driven(task, enter), context)  # its own process calls ``enter``
         machine = TaskMachine(task, context)
-        machine.enter = enter or machine.enter
+        machine.enter = enter
         return machine
 
     def serve(self, machine: TaskMachine, profiles: tuple[JobProfile, ...] | None) -> bool:
@@ -267,7 +251,7 @@ class TaskRun:
         if plans is not None and not plans.choose():
             return False
         if plans is None and profiles:  # otherwise the first steps would have no estimate
-            loop.expect_steps(profiles[0])
+            loop.estimators.expect([node.duration_ns for node in profiles[0].nodes])
         self.log.phase = WorkerPhase.CREATE
         self.log.ready_ns = time.monotonic_ns()
         machine.create(self.spec.work.args)
@@ -292,7 +276,6 @@ class TaskRun:
         return finished
 
     def _new_loop(self, machine: TaskMachine) -> StepLoop:
-        """Return the loop for this device, with a pacer if the device does not preempt steps."""
         pacer = None
         if not self.device.preemptive:
             pacer = Pacer(self.pages, self._stopping, self.device)
@@ -310,7 +293,6 @@ class TaskRun:
         return NodeRun(self.spec, machine.task, profiles, loop, self.board, machine.enter)
 
     def _between(self, saver: Saver, plans: NodeRun | None) -> None:
-        """Save and plan between two bubbles."""
         saver.save_if_due()
         if plans is not None:
             plans.follow()
@@ -344,15 +326,8 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
     return f"{message}{where}"
 
 
-def main(*given: str) -> None:
-    """Run the worker's first process; ``WorkerProcess`` gives the arguments of ``run``."""
-    run(Worker, *given)
-
-
-def run(
-    kind: Callable[[WorkerSpec, int, socket.socket], Worker], parent: str, channel_fd: str, ahead: str, _run_dir: str
-) -> None:
-    """Run the first process of a worker of this kind."""
+def main(parent: str, channel_fd: str, ahead: str, _run_dir: str, kind: Callable[..., Worker] = Worker) -> None:
+    """Run the worker's first process; the arguments are those of ``WorkerProcess``."""
     host.die_with_parent(int(parent))
     host.adopt_orphans()
     # So that the agent's signal to look at the shared pages interrupts a sleep.

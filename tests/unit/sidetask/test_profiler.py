@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from megatron.fill.errors import TaskError
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.nodes import NodeTask
-from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes
+from megatron.fill.work import Work
+from megatron.fill.worker import profiler
+from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes, run_alone
 
 
 class Scripted(NodeTask):
@@ -64,23 +67,16 @@ class FakeMeter:
         return Scripted.now
 
 
-def measured(folder: Path, ends: bool = False, **args: int) -> tuple[JobProfile, ...] | None:
-    def run(machine: MeasuringMachine) -> bool:
-        if ends:
-            return False
-        machine.start()
-        try:
-            while True:
-                assert machine.run_next_step() == 0.0
-        except StopIteration:
-            return True
-        finally:
-            machine.pause()
+@pytest.fixture(autouse=True)
+def scripted_meter(monkeypatch):
+    monkeypatch.setattr(profiler, "meter", lambda device: FakeMeter())
 
-    def make(context: TaskContext) -> MeasuringMachine:
-        return MeasuringMachine(Scripted(), context, FakeMeter())
 
-    found = measure_nodes(make, run, TaskContext("job", folder), args)
+def measured(
+    folder: Path, run: Callable[[MeasuringMachine], bool] = run_alone, **args: int
+) -> tuple[JobProfile, ...] | None:
+    work = Work("tests.unit.sidetask.test_profiler:Scripted", args=args)
+    found = measure_nodes(work, TaskContext("job", folder), run)
     return None if found is None else found.profiles
 
 
@@ -101,6 +97,15 @@ def test_a_configuration_that_does_not_run_is_left_out(tmp_path):
         measured(tmp_path, most=0)
 
 
+def test_work_does_not_count_while_it_is_measured(tmp_path):
+    def run(machine: MeasuringMachine) -> bool:
+        machine.start()
+        assert machine.run_next_step() == 0.0
+        return False
+
+    measured(tmp_path, run)
+
+
 def test_data_that_ends_early_is_begun_again(tmp_path):
     found = measured(tmp_path, samples=6)
     assert found is not None
@@ -113,7 +118,7 @@ def test_data_that_ends_at_once_is_an_error(tmp_path):
 
 
 def test_the_end_of_the_main_job_ends_it(tmp_path):
-    assert measured(tmp_path, ends=True) is None
+    assert measured(tmp_path, run=lambda machine: False) is None
     assert list(tmp_path.iterdir()) == []
 
 

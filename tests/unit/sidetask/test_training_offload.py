@@ -15,7 +15,8 @@ from megatron.fill.sidetask import TaskContext, split
 from megatron.fill.sidetask.optimizing import Offloaded
 from megatron.fill.sidetask.split.segments import ModelSegment
 from megatron.fill.sidetask.training import TrainingJob
-from megatron.fill.worker.profiler import MeasuringMachine, measure_nodes
+from megatron.fill.work import Work
+from megatron.fill.worker.profiler import measure_nodes
 
 DEVICE = "cpu:0"  # to PyTorch the same as the host, to a job a device
 ARGS: dict[str, Any] = {
@@ -63,34 +64,9 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     return found
 
 
-class Meter:
-    def forget(self) -> None:
-        pass
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> tuple[int, int]:
-        return 1, 1
-
-
-def machine(context: TaskContext) -> MeasuringMachine:
-    return MeasuringMachine(TrainingJob(), context, Meter())
-
-
-def run(measuring: MeasuringMachine) -> bool:
-    measuring.start()
-    try:
-        while True:
-            measuring.run_next_step()
-    except StopIteration:
-        return True
-    finally:
-        measuring.pause()
-
-
 def test_every_configuration_is_measured_one_after_the_other(tmp_path: Path) -> None:
-    measured = measure_nodes(machine, run, TaskContext("job", tmp_path, DEVICE), ARGS)
+    work = Work("megatron.fill.sidetask.training:TrainingJob", args=ARGS)
+    measured = measure_nodes(work, TaskContext("job", tmp_path, DEVICE))
     offered = TrainingJob()
     offered.context = TaskContext("job", tmp_path, DEVICE)
     offered.create(**ARGS)

@@ -114,7 +114,7 @@ def start(tmp_path, child, monkeypatch) -> Iterator[Callable[..., tuple[SharedGa
             host.adopt_orphans()
             reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
             begin = partial(start_sandboxed, spec, channel)
-            outcome = CommandRun(spec, begin, reader, reader, log, stopping, lambda seq: None, control).run()
+            outcome = CommandRun(spec, begin, StepPages(reader, log), control, stopping).run()
             (tmp_path / "outcome.new").write_text(repr(outcome))
             os.replace(tmp_path / "outcome.new", tmp_path / "outcome")
 

@@ -513,7 +513,7 @@ def test_an_iteration_that_ends_alone_counts_where_its_nodes_ran():
 
 def test_a_profile_says_how_long_the_first_step_of_a_plain_task_takes():
     bench = Bench(*[5.0] * 4)
-    bench.loop.expect_steps(JobProfile(Configuration(), (NodeProfile("step of kind 0", 5 * MS, 1 << 20),), 7.0))
+    bench.loop.estimators.expect([5 * MS])
     bench.bubble(4)
     assert bench.task.calls == []  # without the profile it would have begun, as nothing is known
     bench.bubble(6)

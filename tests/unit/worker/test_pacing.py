@@ -17,8 +17,10 @@ from megatron.fill.errors import TaskError
 from megatron.fill.pages.gate import OpenBubble
 from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.profiles import Configuration
-from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.work import Work
+from megatron.fill.worker import profiler
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import Pacer, StepDevice, StepPages, Stopped
 from megatron.fill.worker.profiler import measure_nodes
@@ -338,7 +340,7 @@ def test_a_first_step_that_took_long_keeps_the_next_one_from_few_bubbles(monkeyp
 
 
 @pytest.mark.parametrize("seen", ["init", "state"])
-def test_the_profiler_and_the_saver_take_turns(tmp_path, seen):
+def test_the_profiler_and_the_saver_take_turns(tmp_path, monkeypatch, seen):
     said: list[str] = []
 
     class Turns:
@@ -357,11 +359,13 @@ def test_the_profiler_and_the_saver_take_turns(tmp_path, seen):
     if seen == "init":
         nodes = SimpleNamespace(configurations=lambda: [Configuration(1), Configuration(2)])
         machine = SimpleNamespace(nodes=nodes, exhausted=False, begin=note("begin"), init=note("init"))
+        machine.state = TaskState.CREATED
+        monkeypatch.setattr(profiler, "MeasuringMachine", lambda *_: machine)
         machine.create = machine.stop = lambda *_: None
         machine.meter = SimpleNamespace(forget=note("forget"))
         machine.profile = lambda configuration: (_ for _ in ()).throw(RuntimeError("it is not measured here"))
         with pytest.raises(TaskError, match="it is not measured here"):
-            measure_nodes(lambda _: machine, lambda _: True, TaskContext("t", tmp_path), {}, Turns)  # type: ignore[arg-type,return-value]
+            measure_nodes(Work("tests.unit.worker.test_nodes:Task"), TaskContext("t", tmp_path), lambda _: True, Turns)  # type: ignore[arg-type]
         turn = ["begin", "init", "forget", "end"]
         assert said == [f"preparing {Configuration(1)} False", *turn, f"preparing {Configuration(2)} False", *turn]
     else:
