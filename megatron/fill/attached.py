@@ -1,7 +1,4 @@
-"""The observers of a training that the patches call: of its start, offloading, held receives, writers and spans.
-
-Bubbles are reported to the bus instead (``hooks``).
-"""
+"""The observers of a training that the patches call, but for bubbles, which are reported to the bus (``hooks``)."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class HeldReceives(Protocol):
 
 @dataclass(slots=True)
 class Attached:
-    """Optional observers of a training, in addition to the bubbles' listener.
+    """Optional observers of a training.
 
     Attributes:
         on_parse: called with the parsed command line; ConfigError, for a wrong ``--fill-*`` flag, ends the training.

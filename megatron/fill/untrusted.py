@@ -41,12 +41,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a plain file.
-
-    Raises:
-        OSError: ``open_plain`` fails, or the file cannot be read.
-        ValueError: the file is larger than ``most_bytes``, or is not UTF-8.
-    """
+    """Return the text of a plain file; OSError as ``open_plain``, ValueError if it is too large or not UTF-8."""
     with open_plain(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -117,7 +112,7 @@ def _check_size(text: str, most_depth: int, most_values: int) -> None:
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{twice[:40]!r} is there twice in one object; expected it once")
     return found
 
@@ -127,8 +122,8 @@ def _refused(name: str) -> Any:
 
 
 def _float(digits: str) -> float:
-    value = float(digits)
-    if not isfinite(value):
+    value = _finite(digits)
+    if value is None:
         raise ValueError(f"{digits[:40]} is larger than any number that can be kept")
     return value
 
@@ -140,8 +135,7 @@ def _int(digits: str) -> int:
 
 
 def _finite(digits: str) -> float | None:
-    value = float(digits)
-    return value if isfinite(value) else None
+    return value if isfinite(value := float(digits)) else None
 
 
 def _rounded(digits: str) -> int | float | None:

@@ -106,7 +106,7 @@ def _layer(name: str, keeps: str, lacks: str) -> Layer:
 
 def _namespaces(sandbox: Sandbox) -> tuple[tuple[str, ...], dict[str, str]]:
     """The namespaces that can be created together, and the reasons why the others cannot."""
-    base = () if os.geteuid() == 0 else ("user",)
+    base: tuple[str, ...] = () if os.geteuid() == 0 else ("user",)
     given = base
     reasons: dict[str, str] = {}
     for name in ("mount", "pid", "ipc", "cgroup", "net"):

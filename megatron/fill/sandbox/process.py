@@ -82,9 +82,8 @@ class SandboxedProcess:
         return self._collect(os.WNOHANG)
 
     def wait(self) -> int:
-        code = None
-        while code is None:
-            code = self._collect(0)
+        while (code := self._collect(0)) is None:
+            pass
         return code
 
     def await_stop(self, within_s: float, every_s: float = 0.0001) -> bool:
@@ -191,15 +190,18 @@ class SandboxedProcess:
         except BaseException as error:
             _tell_error(told_w, error)
             os._exit(1)
+        code = 1
         try:
             if os.read(go_r, 1):
                 os.close(go_r)
                 self._body()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            code = 0
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
+        finally:
+            os._exit(code)  # threads that the job left behind must not keep the process
 
 
 def _reap_until(child: int) -> int:

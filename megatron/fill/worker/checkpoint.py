@@ -26,35 +26,31 @@ _BLOCK = 1 << 20
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to the job's folder atomically, and keep the checkpoint before it.
-
-    Raises:
-        OSError: it could not be written, for example to a full disk; the earlier checkpoints are unchanged.
-    """
+    """Write ``state`` to the job's folder, and keep the checkpoint before it; on an OSError, both earlier ones stay."""
     scratch = directory / (NAME + ".part")
     try:
         with scratch.open("w+b") as file:
             _write(file, state)
             size = file.seek(0, os.SEEK_END)
-            file.seek(0)
             file.write(_MARK + _digest(file, size))
             file.flush()
             os.fsync(file.fileno())
         if (directory / NAME).exists():
             os.replace(directory / NAME, directory / PREVIOUS)
         os.replace(scratch, directory / NAME)
-        _sync_folder(directory)
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # without which the renames do not survive a power cut
+        finally:
+            os.close(folder)
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def load(directory: Path) -> dict[str, Any] | None:
-    """Return the newest undamaged state; None if none was saved.
+    """Return the newest undamaged state; None if none was saved, TaskError if all are damaged.
 
     A damaged file is renamed (``.corrupt``), and the one before it is used.
-
-    Raises:
-        TaskError: there are checkpoints, and all are damaged.
     """
     damaged = []
     for name in (NAME, PREVIOUS):
@@ -75,7 +71,6 @@ def load(directory: Path) -> dict[str, Any] | None:
 
 
 def exists(directory: Path) -> bool:
-    """True if there is a checkpoint, of this attempt or an earlier one."""
     return any((directory / name).exists() for name in (NAME, PREVIOUS))
 
 
@@ -117,16 +112,15 @@ def _load(path: Path) -> dict[str, Any]:
         trailer = file.read()
         if not trailer.startswith(_MARK):
             raise ValueError("it is cut short, or no checkpoint")
-        file.seek(0)
         if _digest(file, size) != trailer[len(_MARK) :]:
             raise ValueError("its checksum is wrong")
         file.seek(0)
-        if file.read(1) == b"{":
-            file.seek(0)
+        is_json = file.read(1) == b"{"
+        file.seek(0)
+        if is_json:
             return json.loads(file.read(size))
         import torch
 
-        file.seek(0)
         state = torch.load(file, weights_only=True)
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}; expected a dict")
@@ -134,18 +128,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _digest(file: Any, size: int) -> bytes:
-    """Return the SHA-256 of the next ``size`` bytes."""
+    """Return the SHA-256 of the first ``size`` bytes, and stop behind them."""
+    file.seek(0)
     digest = hashlib.sha256()
     while size > 0 and (block := file.read(min(_BLOCK, size))):
         digest.update(block)
         size -= len(block)
     return digest.digest()
-
-
-def _sync_folder(directory: Path) -> None:
-    """Flush the folder to disk, without which renames do not survive a power cut."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

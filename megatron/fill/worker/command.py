@@ -149,7 +149,6 @@ class CommandRun:
         return begin_ns, end_ns - _GUARD_NS
 
     def _wait(self, seq: int, until_ns: int, command: SandboxedProcess) -> None:
-        """Sleep until then, or until the command cannot go on in the bubble."""
         while self._may_go_on(seq) and command.poll() is None and (left_ns := until_ns - time.monotonic_ns()) > 0:
             self.gate.wait_change(seq, min(left_ns, _LOOK_NS))
 

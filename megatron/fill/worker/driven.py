@@ -1,8 +1,7 @@
 """Runs an ``ImperativeTask`` as a side task whose steps are slices of time.
 
-The task has a child process of the worker, in whose main thread it runs, where a signal can interrupt it.  The worker's
-side is a ``SideTask``, so that the loop, its estimates, the limits and the report treat it as any other.  In
-particular, the loop measures the duration of a pause and reserves that much of each bubble for it.
+The task runs in the main thread of a child process, where a signal can interrupt it.  The worker's side is a
+``SideTask``, so that all others treat it as any: the loop measures how long a pause takes, and keeps that free.
 """
 
 from __future__ import annotations
@@ -35,15 +34,13 @@ class Driven(SideTask):
     """The worker's side of an imperative task.
 
     Args:
-        enter: called in the task's process before and after ``init``; sets its device limits (``cuda.Entrance``).
+        enter: called in the task's process before and after ``init``, as ``TaskMachine.enter``.
         stop_s: time limit of ``stop``, after which the task's process is killed.
     """
 
     def __init__(self, task: ImperativeTask, enter: Callable[[], None], stop_s: float = 2.0) -> None:
         self.unit = task.unit  # type: ignore[misc]
-        self._task = task
-        self._enter = enter
-        self._stop_s = stop_s
+        self._task, self._enter, self._stop_s = task, enter, stop_s
         self._pid = 0
         self._state = ""  # latest state reported by the task's process
         self._work = 0.0  # work done since the latest step
@@ -114,12 +111,7 @@ class Driven(SideTask):
             self._listen(None)
 
     def _listen(self, within_s: float | None) -> None:
-        """Process the reports of the task's process.
-
-        Raises:
-            TaskError: the workload has failed, or its process has ended.
-            MemoryError: the workload has raised one.
-        """
+        """Process the reports of the task's process; TaskError or MemoryError if it has failed or ended."""
         if not readable(within_s, self._told):
             return
         data = os.read(self._told, _READ_BYTES)
@@ -162,8 +154,7 @@ class _Workload:
     def __init__(
         self, task: ImperativeTask, context: TaskContext, enter: Callable[[], None], listen: int, tell: int
     ) -> None:
-        self.task = task
-        self._enter = enter
+        self.task, self._enter = task, enter
         self._listen_fd, self._tell_fd = listen, tell
         self._pid = os.getpid()
         self._busy = True  # in code that a pause must not interrupt
@@ -176,7 +167,6 @@ class _Workload:
         task.count = lambda work: self.tell(work=work)
 
     def run(self, args: dict[str, Any]) -> NoReturn:
-        """Run the whole life of the process; does not return."""
         signal.signal(_PAUSE, lambda *_: self._on_signal())
         try:
             self._live(args)
@@ -223,11 +213,8 @@ class _Workload:
             end_forked(self._callback)
 
     def tell(self, **what: Any) -> None:
-        """Send a report to the worker; a signal's pause is delayed, since its report would be mixed into this one.
-
-        In a process that the task has forked it does nothing, so that no report is sent twice.
-        """
-        if os.getpid() != self._pid:
+        """Send a report to the worker; a signal's pause is delayed, since its report would be mixed into this one."""
+        if os.getpid() != self._pid:  # the task has forked it, and no report is sent twice
             return
         busy, self._busy = self._busy, True
         data = json.dumps(what).encode() + b"\n"
@@ -241,7 +228,6 @@ class _Workload:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Pause if that is requested and allowed now."""
         if self._wanted and not self._busy:
             self._busy = True
             self.task.pause()

@@ -19,14 +19,14 @@ class StepEstimator:
         self._ordered: list[int] = []
 
     @property
-    def sure(self) -> bool:
-        """True if there are more observations than the first few, which are slow (lazy imports, cold caches)."""
-        return len(self._ordered) > 4
+    def count(self) -> int:
+        """The number of observations that count."""
+        return len(self._ordered)
 
     @property
-    def lone(self) -> bool:
-        """True if there is a single observation."""
-        return len(self._ordered) == 1
+    def sure(self) -> bool:
+        """True if there are more observations than the first few, which are slow (lazy imports, cold caches)."""
+        return self.count > 4
 
     def observe(self, duration_ns: int) -> None:
         recent, ordered = self._recent, self._ordered
@@ -61,8 +61,7 @@ class NodeEstimators:
 
     def seen_once(self, node: int) -> bool:
         """True if the estimate for this node comes from a single step, and from no profile."""
-        estimator = self._estimators.get(node)
-        return node >= len(self._profile_ns) and estimator is not None and estimator.lone
+        return node >= len(self._profile_ns) and node in self._estimators and self._estimators[node].count == 1
 
     def estimate_ns(self, node: int) -> int:
         """Return the estimate for this node; 0 if unknown."""

@@ -21,12 +21,11 @@ _PROBE_AT_MOST = 1024  # limit of ``probe_after``, which doubles after each prob
 class StepLoop:
     """Runs one task's steps in the bubbles of one gate."""
 
-    machine: TaskMachine  # the task, in state PAUSED
-    pages: StepPages  # the baton in it is passed on in each bubble once the next step no longer fits
-    stopping: Callable[[], bool]  # returns True once the worker was asked to stop; called between steps
+    machine: TaskMachine  # in state PAUSED
+    pages: StepPages
+    stopping: Callable[[], bool]  # called between steps
     device: StepDevice = PLAIN
-    # For a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise.
-    pacer: Pacer | None = None
+    pacer: Pacer | None = None  # holds steps of unknown duration on a device that does not preempt
     probe_after: int = 32  # number of bubbles without a step after which one is tried that does not fit by its estimate
     # The same while the estimate is of one step only: the first loads kernels, and may have taken many times as long as
     # the others will.
@@ -56,12 +55,7 @@ class StepLoop:
         """The context manager in which the task uses the device between its steps."""
         return at_once if self.pacer is None else self.pacer.turn
 
-    def like(self, machine: TaskMachine) -> StepLoop:
-        """Return a loop over another task, with the same pages and device."""
-        return StepLoop(machine, self.pages, self.stopping, self.device, self.pacer)
-
     def expect(self, profile: JobProfile) -> None:
-        """Use a profile of the task's nodes: their durations, memory and shares of an iteration's work."""
         nodes = profile.nodes
         self.estimators.expect([node.duration_ns for node in nodes])
         least = min(node.memory_bytes for node in nodes)  # held by the task in any case
@@ -163,7 +157,6 @@ class StepLoop:
         self.log.leave_bubble(use, bubble.alone)
 
     def _lack(self, bubble: OpenBubble, finished: bool = False) -> Lack:
-        """Return the reason why no further step begins in this bubble."""
         if finished or self.machine.task.idle or not self.control.running or self._held_back or self.stopping():
             return Lack.JOB
         return Lack.TIME if self._has_room(bubble) else Lack.MEMORY
@@ -212,7 +205,7 @@ class StepLoop:
         return False, first_ns, end_ns, spent_ns, steps
 
     def _is_doubtful(self, node: int) -> bool:
-        """True if it is unknown whether the next step fits: a probe, or the first of its kind, which loads more."""
+        """True for a probe, and for the first step of its kind, which loads more."""
         return self._probing or not self.estimators.has_seen(node)
 
     def _credit(self, node: int, work: float) -> tuple[float, float]:
@@ -236,7 +229,6 @@ class StepLoop:
         return self._await_start(bubble) and self._fits(bubble, self.clock())
 
     def _begin_ns(self, bubble: OpenBubble, now_ns: int) -> int:
-        """Return the time from which the next step may begin."""
         step_ns = self.estimators.estimate_ns(self.machine.task.next_node)
         return bubble.window(step_ns, now_ns, self._pause_ns)[0]
 

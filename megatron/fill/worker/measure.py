@@ -1,7 +1,4 @@
-"""Measures one job alone, outside any training: ``python -m megatron.fill.worker.measure SPEC``.
-
-Each job gets a process of its own, so that the process's memory is the job's, and a cap on it ends with the process.
-"""
+"""Measures one job alone: ``python -m megatron.fill.worker.measure SPEC``, a process with the job's memory and cap."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class NodeRun:
     """Chooses the configuration of one node task, and changes it when the bubbles change."""
 
     spec: WorkerSpec
-    task: NodeTask  # the task, not created yet
+    task: NodeTask  # not created yet
     profiles: tuple[JobProfile, ...] | None  # its profiles, one per configuration; None to measure them
-    loop: StepLoop  # the loop that will run the task; gets the nodes' durations from the profile
+    loop: StepLoop  # will run the task
     board: CycleBoardReader
     enter: Callable[[], None] = lambda: None  # ``TaskMachine.enter`` of the machines that measure it
 
@@ -53,7 +53,7 @@ class NodeRun:
 
         Raises:
             PlanError: no node list of any configuration fits the bubbles.
-            TaskError: the job cannot be measured.
+            TaskError: it cannot be measured.
         """
         if self.profiles is None:
             logger.info("no profile of this job on this device yet: measuring it")
@@ -72,11 +72,7 @@ class NodeRun:
         self._take(self.plan)
 
     def begin(self) -> None:
-        """Give the loop the profile of the task, which is initialised.
-
-        Raises:
-            StaleProfile: the task's nodes are not those of its profile.
-        """
+        """Give the loop the profile of the initialised task; StaleProfile if it has other nodes."""
         profile = self._profile()
         names = self.task.node_names()
         if names != tuple(node.name for node in profile.nodes):
@@ -86,10 +82,7 @@ class NodeRun:
         logger.info("%s; planned as %s: %s", self.task.split, profile.configuration, work)
 
     def follow(self) -> None:
-        """Plan again if the bubbles have changed, and change the configuration between iterations.
-
-        Called between bubbles.
-        """
+        """Between bubbles, plan again if they have changed; between iterations, change the configuration."""
         if self._wanted is not None and self.task.next_node == 0:
             plan, self._wanted = self._wanted, None
             self.loop.hold_at_start = False
@@ -137,7 +130,7 @@ class NodeRun:
 
     def _measure(self) -> tuple[JobProfile, ...] | None:
         def run(machine: MeasuringMachine) -> bool:
-            return self.loop.like(machine).run()
+            return replace(self.loop, machine=machine).run()
 
         context = replace(self.spec.context(), aside=self.task.context.aside)
         measured = measure_nodes(self.spec.work, context, run, self.loop.turn, self.enter)

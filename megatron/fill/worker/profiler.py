@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
 
@@ -122,38 +123,31 @@ def measure_nodes(
         machine.create(work.args)
         return machine
 
-    try:
-        return _measure(new, run, turn)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _measure(
-    new: Callable[[], MeasuringMachine], run: Callable[[MeasuringMachine], bool], turn: TakesTurn
-) -> MeasuredJob | None:
-    machine = new()
     measured, profiles, failures = MeasuredJob(()), [], []
-    for configuration in machine.nodes.configurations():
-        if machine.exhausted:
-            machine.stop()
-            machine = new()
-        try:
-            with turn(f"preparing {configuration}"):
-                machine.begin(configuration)
-                if machine.state is TaskState.CREATED:
-                    machine.init()
-                machine.meter.forget()
-            if not run(machine):
+    with ExitStack() as after:
+        after.callback(shutil.rmtree, scratch, ignore_errors=True)
+        machine = new()
+        for configuration in machine.nodes.configurations():
+            if machine.exhausted:
                 machine.stop()
-                return None
-            profiles.append(machine.profile(configuration))
-            measured = MeasuredJob(tuple(profiles), machine.nodes.context.total_work, machine.nodes.split)
-            logger.info("measured %s: %.1f ms an iteration", configuration, profiles[-1].duration_ns / 1e6)
-        except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError when memory is short
-            failures.append(f"{configuration}: {' '.join(str(error).split())[:160]}")
-            logger.warning("cannot run as %s", failures[-1])
-            machine.exhausted = True
-    machine.stop()
+                machine = new()
+            try:
+                with turn(f"preparing {configuration}"):
+                    machine.begin(configuration)
+                    if machine.state is TaskState.CREATED:
+                        machine.init()
+                    machine.meter.forget()
+                if not run(machine):
+                    machine.stop()
+                    return None
+                profiles.append(machine.profile(configuration))
+                measured = MeasuredJob(tuple(profiles), machine.nodes.context.total_work, machine.nodes.split)
+                logger.info("measured %s: %.1f ms an iteration", configuration, profiles[-1].duration_ns / 1e6)
+            except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError when memory is short
+                failures.append(f"{configuration}: {' '.join(str(error).split())[:160]}")
+                logger.warning("cannot run as %s", failures[-1])
+                machine.exhausted = True
+        machine.stop()
     if not profiles:
         raise TaskError(f"it runs in no configuration: {'; '.join(failures)}")
     return measured

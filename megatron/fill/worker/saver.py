@@ -17,10 +17,7 @@ logger = logging.getLogger("pipefill.checkpoint")
 
 @dataclass(eq=False, repr=False)
 class Saver:
-    """The checkpoints of one task.
-
-    A checkpoint that cannot be written (a full disk) is tried again at the next interval; the job continues.
-    """
+    """The checkpoints of one task; one that cannot be written (a full disk) is tried again at the next interval."""
 
     machine: TaskMachine
     directory: Path
@@ -34,11 +31,7 @@ class Saver:
         self._saved_steps = -1
 
     def load(self) -> None:
-        """Restore the newest checkpoint, if there is one.
-
-        Raises:
-            TaskError: there are checkpoints, and all are damaged.
-        """
+        """Restore the newest checkpoint, if there is one; errors as of ``checkpoint.load``."""
         self.log.resumable = self.machine.resumable
         saved = checkpoint.load(self.directory)
         if saved is None:
@@ -51,12 +44,11 @@ class Saver:
         logger.info("goes on from its checkpoint at %g %s", saved["work_done"], self.machine.task.unit)
 
     def save_if_due(self) -> None:
-        """Save the task if the interval has passed; called between bubbles."""
         if self._resumable and time.monotonic() >= self._due_s:
             self.save()
 
     def save_if_wanted(self) -> None:
-        """Save the task if the agent requests it, before a move to another rank; called between bubbles."""
+        """Save the task if the agent requests it, before a move to another rank."""
         if self.log.saving is Saving.WANTED:
             self.save()
             saved = self._resumable and self._saved_steps == self.log.step_count

@@ -48,7 +48,6 @@ class WorkerSpec(Spec):
     env: dict[str, str] = field(default_factory=dict)
 
     def context(self) -> TaskContext:
-        """Return the context of the task."""
         index, count = self.work.instance
         directory, memory_bytes = Path(self.directory), self.limits.memory_bytes
         return TaskContext(self.name, directory, self.device, memory_bytes, index=index, count=count)
@@ -78,7 +77,7 @@ class Outcome:
 
     @property
     def status(self) -> Status:
-        """The job's state if nobody knows better than its worker."""
+        """The status of the job if nobody knows better than its worker."""
         return Status(_STATES.get(self.cause, JobState.FAILED), self.cause, self.detail)
 
     def leave(self, log: StepLog) -> None:

@@ -50,13 +50,10 @@ def nearest_rank[T](ordered: Sequence[T], share: float) -> T:
 
 
 def measure_steps(task: SideTask, context: TaskContext, args: dict[str, Any]) -> tuple[MeasuredJob, list[KindTimes]]:
-    """Run a task for ``SECONDS`` of steps, or to its end.
+    """Run a task for ``SECONDS`` of steps, or to its end; return its profile, without a device, and its times by kind.
 
     The profile has one node per kind of step, with the kind's median duration.  Its work is the measured rate times the
     nodes' total duration; so the rate is right, but the profile does not contain the frequencies of the kinds.
-
-    Returns:
-        The profile, without the name of a device; and the times by kind.
 
     Raises:
         TaskError: the task ended without having done any work.
@@ -95,11 +92,8 @@ def measure_steps(task: SideTask, context: TaskContext, args: dict[str, Any]) ->
 
 
 def _profile(kinds: list[KindTimes], work_per_ns: float) -> JobProfile:
-    by_kind = {one.kind: one for one in kinds}
-    nodes = []
-    for kind in range(max(by_kind) + 1):
-        one = by_kind.get(kind)
-        nodes.append(NodeProfile(f"step of kind {kind}", one.p50_ns if one else 0, one.peak_bytes if one else 0))
+    by_kind = {one.kind: (one.p50_ns, one.peak_bytes) for one in kinds}
+    nodes = [NodeProfile(f"step of kind {kind}", *by_kind.get(kind, (0, 0))) for kind in range(max(by_kind) + 1)]
     duration_ns = sum(node.duration_ns for node in nodes)
     return JobProfile(Configuration(), tuple(nodes), work_per_ns * duration_ns)
 

@@ -83,7 +83,7 @@ class Worker:
         signal.signal(signal.SIGTERM, self._on_term)
 
     def run(self) -> int:
-        """Start the job in its sandbox, wait until it has ended, and return its exit code."""
+        """Run the job in its sandbox, and return its exit code."""
         start = partial(start_sandboxed, self.spec, self.channel)
         if self.spec.work.command is not None:
             CommandRun(self.spec, start, self.pages, self.control, self.stopping).run().leave(self.log)
@@ -105,9 +105,6 @@ class Worker:
     def _inside(self) -> None:
         """Run the task; called in its own process, once it may begin."""
         TaskRun(self.spec, self.pages, self.board, self.stopping, self.device()).run().leave(self.log)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # threads that a task left behind must not keep the process
 
     def stopping(self) -> bool:
         return self._stop
@@ -117,10 +114,7 @@ class Worker:
 
 
 def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> SandboxedProcess:
-    """Start ``body`` in the spec's sandbox, report that, and let it run once the agent agrees.
-
-    Args:
-        channel: socket to the agent; closed when this returns.
+    """Start ``body`` in the spec's sandbox, report that to the agent, and let it run once the agent agrees.
 
     Raises:
         SystemExit: the sandbox cannot be set up, which is reported; or the agent has ended or gives the job up.
@@ -171,7 +165,7 @@ class TaskRun:
         self._measures = False  # the job had no profile
 
     def run(self) -> Outcome:
-        """Run the task and return its outcome, whatever it raises."""
+        """Return the outcome of the task, whatever it raises."""
         machine: TaskMachine | None = None
         context = self.spec.context()
         unit = SideTask.unit
@@ -193,14 +187,12 @@ class TaskRun:
             self.log.phase = WorkerPhase.STOP
             machine.stop()
             self.log.phase = WorkerPhase.STOPPED
-        except Stopped:
+        except (Stopped, PlanError) as error:
             finished = False
             if machine is not None:
                 machine.stop()
-        except PlanError as error:
-            if machine is not None:
-                machine.stop()
-            return outcome(Cause.DOES_NOT_FIT, str(error))
+            if isinstance(error, PlanError):
+                return outcome(Cause.DOES_NOT_FIT, str(error))
         except BaseException as error:  # SystemExit included: the job failed, and the outcome has the reason
             self.log.step_seq = 0  # the step is over, so the rest is not an overrun of it
             with contextlib.suppress(OSError, ValueError):  # the task has closed it
@@ -219,8 +211,7 @@ class TaskRun:
 
     def new_machine(self, context: TaskContext) -> TaskMachine:
         """Load the task, without calling ``create``, and return its machine; TaskError if there is no such task."""
-        spec = self.spec
-        enter: Callable[[], None] = lambda: None
+        spec, enter = self.spec, None
         if spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
 
@@ -229,28 +220,34 @@ class TaskRun:
         if isinstance(task, ImperativeTask):
             from megatron.fill.worker.driven import Driven
 
-            return TaskMachine(Driven(task, enter), context)  # its own process calls ``enter``
+            return TaskMachine(Driven(task, enter or (lambda: None)), context)  # its own process calls ``enter``
         machine = TaskMachine(task, context)
-        machine.enter = enter
+        machine.enter = enter or machine.enter
         return machine
 
     def serve(self, machine: TaskMachine, profiles: tuple[JobProfile, ...] | None) -> bool:
-        """Create the task and run its steps; True if it is finished.
-
-        Args:
-            profiles: profiles of its nodes, one per configuration; None to measure them first.
+        """Create the task and run its steps; True if it is finished.  Without ``profiles``, its nodes are measured.
 
         Raises:
             StaleProfile: the task's nodes are not those of the profiles.
             PlanError: no configuration of it fits the bubbles.
             Stopped: the worker was asked to stop before the first step.
         """
-        loop = self._new_loop(machine)
+        pacer = None
+        if not self.device.preemptive:
+            pacer = Pacer(self.pages, self._stopping, self.device)
+            machine.task.context.aside = pacer.aside
+        loop = StepLoop(machine, self.pages, self._stopping, self.device, pacer)
         saver = Saver(machine, self.directory, self.spec.checkpoint_s, self.log, loop.turn)
-        plans = self._new_plans(machine, loop, profiles)
-        if plans is not None and not plans.choose():
-            return False
-        if plans is None and profiles:  # otherwise the first steps would have no estimate
+        plans: NodeRun | None = None
+        if isinstance(machine.task, NodeTask):
+            from megatron.fill.worker.nodes import NodeRun
+
+            self._measures = profiles is None
+            plans = NodeRun(self.spec, machine.task, profiles, loop, self.board, machine.enter)
+            if not plans.choose():
+                return False
+        elif profiles:  # otherwise the first steps would have no estimate
             loop.estimators.expect([node.duration_ns for node in profiles[0].nodes])
         self.log.phase = WorkerPhase.CREATE
         self.log.ready_ns = time.monotonic_ns()
@@ -274,23 +271,6 @@ class TaskRun:
         if not finished:
             saver.save()
         return finished
-
-    def _new_loop(self, machine: TaskMachine) -> StepLoop:
-        pacer = None
-        if not self.device.preemptive:
-            pacer = Pacer(self.pages, self._stopping, self.device)
-            machine.task.context.aside = pacer.aside
-        return StepLoop(machine, self.pages, self._stopping, self.device, pacer)
-
-    def _new_plans(
-        self, machine: TaskMachine, loop: StepLoop, profiles: tuple[JobProfile, ...] | None
-    ) -> NodeRun | None:
-        if not isinstance(machine.task, NodeTask):
-            return None
-        from megatron.fill.worker.nodes import NodeRun
-
-        self._measures = profiles is None
-        return NodeRun(self.spec, machine.task, profiles, loop, self.board, machine.enter)
 
     def _between(self, saver: Saver, plans: NodeRun | None) -> None:
         saver.save_if_due()
