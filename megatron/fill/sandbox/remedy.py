@@ -38,7 +38,8 @@ def _namespaces(layer: str, lacks: str, proc: Path) -> str:
         return ""
     if layer == "processes" and "/proc" in lacks:  # a namespace of its own, but none of its /proc
         return _PROC
-    status = _fields(proc / "self/status")
+    lines = (line.partition(":") for line in text(proc / "self/status").splitlines())
+    status = {name: value.strip() for name, _, value in lines}
     powers = int(status.get("CapEff", "0"), 16)
     if powers & _SYSTEM_ADMINISTRATOR:
         shut_out = layer == "network" and not powers & _NETWORK_ADMINISTRATOR
@@ -51,8 +52,3 @@ def _namespaces(layer: str, lacks: str, proc: Path) -> str:
     if shut:
         return f"{' and '.join(shut)}, or the training as root"
     return _USERS_CONTAINER if status.get("Seccomp") == "2" else "the training as root"
-
-
-def _fields(file: Path) -> dict[str, str]:
-    lines = (line.partition(":") for line in text(file).splitlines())
-    return {name: value.strip() for name, _, value in lines}

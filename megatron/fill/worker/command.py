@@ -113,7 +113,7 @@ class CommandRun:
         log, seq = self.log, bubble.seq
         latency_ns, harvested_ns, overrun_ns, held_ns, stretches = -1, 0, 0, 0, 0
         now_ns = time.monotonic_ns()
-        while self._may_go_on(seq) and command.poll() is None:
+        while self._may_go_on(seq, command):
             begin_ns, end_ns = self._stretch(bubble, now_ns)
             if end_ns <= max(begin_ns, now_ns):
                 break
@@ -137,7 +137,8 @@ class CommandRun:
             overrun_ns = max(0, ended_ns - (self.gate.closed_ns(seq) or ended_ns))
             harvested_ns += ended_ns - start_ns - overrun_ns
             stretches += 1
-        lack = self._lack(command)
+        ends = command.poll() is not None or self.stopping() or not self.control.running
+        lack = Lack.JOB if ends else Lack.TIME
         use = BubbleUse(seq, latency_ns, harvested_ns, overrun_ns, stretches, now_ns, lack, held_ns)
         log.leave_bubble(use, bubble.alone)
 
@@ -149,12 +150,8 @@ class CommandRun:
         return begin_ns, end_ns - _GUARD_NS
 
     def _wait(self, seq: int, until_ns: int, command: SandboxedProcess) -> None:
-        while self._may_go_on(seq) and command.poll() is None and (left_ns := until_ns - time.monotonic_ns()) > 0:
+        while self._may_go_on(seq, command) and (left_ns := until_ns - time.monotonic_ns()) > 0:
             self.gate.wait_change(seq, min(left_ns, _LOOK_NS))
 
-    def _lack(self, command: SandboxedProcess) -> Lack:
-        ends = command.poll() is not None or self.stopping() or not self.control.running
-        return Lack.JOB if ends else Lack.TIME
-
-    def _may_go_on(self, seq: int) -> bool:
-        return self.gate.is_open(seq) and self.control.running and not self.stopping()
+    def _may_go_on(self, seq: int, command: SandboxedProcess) -> bool:
+        return self.gate.is_open(seq) and self.control.running and not self.stopping() and command.poll() is None

@@ -47,14 +47,13 @@ class Driven(SideTask):
         self._text = b""
 
     def create(self, *args: Any, **kwargs: Any) -> None:
-        told, tell = os.pipe()
+        self._told, tell = os.pipe()
         listen, self._go = os.pipe()
-        self._told = told
         sys.stdout.flush()
         sys.stderr.flush()
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(told)
+            os.close(self._told)
             os.close(self._go)
             _Workload(self._task, self.context, self._enter, listen, tell).run(kwargs)
         os.close(tell)
@@ -73,10 +72,8 @@ class Driven(SideTask):
     def run_next_step(self) -> float:
         """Let the workload run for a slice of time, and return the work that it did."""
         start_s = time.monotonic()
-        left_s = _SLICE_S
-        while self._state == "running" and left_s > 0:
+        while self._state == "running" and (left_s := start_s + _SLICE_S - time.monotonic()) > 0:
             self._listen(left_s)
-            left_s = start_s + _SLICE_S - time.monotonic()
         work, self._work = self._work, 0.0
         if self._state == "ended" and not work:
             raise StopIteration
@@ -97,8 +94,6 @@ class Driven(SideTask):
         while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > end_s:
                 os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-                break
             time.sleep(0.005)
         self._pid = 0
 

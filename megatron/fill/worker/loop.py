@@ -68,18 +68,13 @@ class StepLoop:
         if self.baton is not None:
             self.baton.hold()
         self.log.serving_ns = self.clock()
-        try:
-            return self._serve()
-        finally:
-            if self.baton is not None:
-                self.baton.drop()
-
-    def _serve(self) -> bool:
         seq = 0
-        while not (self.gate.ended or self.stopping()):
-            self.attend()
-            bubble = self.gate.wait(seq)
-            if bubble is not None:
+        try:
+            while not (self.gate.ended or self.stopping()):
+                self.attend()
+                bubble = self.gate.wait(seq)
+                if bubble is None:
+                    continue
                 seq = bubble.seq
                 finished = self.fill(bubble)
                 if self.baton is not None and self.gate.is_open(seq):  # not open if a held step ended in a later bubble
@@ -87,7 +82,10 @@ class StepLoop:
                 if finished:
                     return True
                 self.between()
-        return False
+            return False
+        finally:
+            if self.baton is not None:
+                self.baton.drop()
 
     def fill(self, bubble: OpenBubble) -> bool:
         """Use one open bubble; True if the task finished in it."""
@@ -200,7 +198,8 @@ class StepLoop:
             now_ns = clock()
             if not (is_open and self._may_run(bubble)) or self.stopping() or machine.task.idle:
                 break
-            if not (self._fits(bubble, now_ns) or self._fits_later(bubble, now_ns)):
+            # While this waits, the baton is not passed on: the tail job would need the device when this one goes on.
+            if not (self._fits(bubble, now_ns) or (self._await_start(bubble) and self._fits(bubble, clock()))):
                 break
         return False, first_ns, end_ns, spent_ns, steps
 
@@ -219,23 +218,11 @@ class StepLoop:
         begun = self.log.partial_work if node else 0.0  # a new iteration: shares of the one before no longer count
         return 0.0, begun + (0.0 if self.machine.task.idle else self._shares[node])
 
-    def _fits_later(self, bubble: OpenBubble, now_ns: int) -> bool:
-        """Sleep until the next step may begin, if it may later in this bubble; True if it may begin now.
-
-        The baton is not passed on meanwhile: the tail job would need the device when this one goes on.
-        """
-        if self._begin_ns(bubble, now_ns) <= now_ns:
-            return False
-        return self._await_start(bubble) and self._fits(bubble, self.clock())
-
-    def _begin_ns(self, bubble: OpenBubble, now_ns: int) -> int:
-        step_ns = self.estimators.estimate_ns(self.machine.task.next_node)
-        return bubble.window(step_ns, now_ns, self._pause_ns)[0]
-
     def _await_start(self, bubble: OpenBubble) -> bool:
         """Sleep until the next step may begin; True if the bubble is still open."""
         now_ns = self.clock()
-        begin_ns = self._begin_ns(bubble, now_ns)
+        step_ns = self.estimators.estimate_ns(self.machine.task.next_node)
+        begin_ns, _ = bubble.window(step_ns, now_ns, self._pause_ns)
         if begin_ns <= now_ns:
             return self.gate.is_open(bubble.seq)
         while (left_ns := begin_ns - self.clock()) > 0 and self.gate.is_open(bubble.seq):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +38,6 @@ class NodeRun:
     profiles: tuple[JobProfile, ...] | None  # its profiles, one per configuration; None to measure them
     loop: StepLoop  # will run the task
     board: CycleBoardReader
-    enter: Callable[[], None] = lambda: None  # ``TaskMachine.enter`` of the machines that measure it
 
     def __post_init__(self) -> None:
         self.directory = Path(self.spec.directory)
@@ -133,7 +131,7 @@ class NodeRun:
             return replace(self.loop, machine=machine).run()
 
         context = replace(self.spec.context(), aside=self.task.context.aside)
-        measured = measure_nodes(self.spec.work, context, run, self.loop.turn, self.enter)
+        measured = measure_nodes(self.spec.work, context, run, self.loop.turn, self.loop.machine.enter)
         if measured is None:
             return None
         write_profile(context, measured)

@@ -53,13 +53,9 @@ class WorkerSpec(Spec):
         return TaskContext(self.name, directory, self.device, memory_bytes, index=index, count=count)
 
 
-_STATES = {
-    Cause.FINISHED: JobState.SUCCEEDED,
-    Cause.FAILED: JobState.FAILED,
-    Cause.STOPPED: JobState.QUEUED,
-    Cause.CROWDED: JobState.QUEUED,
-    Cause.DOES_NOT_FIT: JobState.QUEUED,
-}  # of a job whose worker reports this; it may report nothing else
+# States of a job by its worker's report; it may report no other causes.
+_STATES = {Cause.FINISHED: JobState.SUCCEEDED, Cause.FAILED: JobState.FAILED}
+_STATES |= dict.fromkeys((Cause.STOPPED, Cause.CROWDED, Cause.DOES_NOT_FIT), JobState.QUEUED)
 _MOST_REPORT_BYTES = 1 << 16
 _FOLLOWS = (Then.NONE, Then.SAVED, Then.RESTARTS, Then.COMMAND_RESTARTS, Then.MEASURED_SAVED, Then.MEASURED_RESTARTS)
 

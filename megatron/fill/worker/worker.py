@@ -57,13 +57,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pipefill.worker")
 
 _MOST_PATH_BYTES = 1 << 14
-# By whether there is a checkpoint, and whether the job's profile was measured and nothing else done.
-_THEN = {
-    (True, False): Then.SAVED,
-    (False, False): Then.RESTARTS,
-    (True, True): Then.MEASURED_SAVED,
-    (False, True): Then.MEASURED_RESTARTS,
-}
 
 
 class Worker:
@@ -205,8 +198,11 @@ class TaskRun:
         if finished:
             checkpoint.discard(self.directory)
             return outcome(Cause.FINISHED)
-        only_measured = self._measures and not self.log.work_done
-        then = _THEN[checkpoint.exists(self.directory), only_measured]
+        saved = checkpoint.exists(self.directory)
+        if self._measures and not self.log.work_done:
+            then = Then.MEASURED_SAVED if saved else Then.MEASURED_RESTARTS
+        else:
+            then = Then.SAVED if saved else Then.RESTARTS
         return outcome(Cause.CROWDED if self._crowded else Cause.STOPPED, then=then)
 
     def new_machine(self, context: TaskContext) -> TaskMachine:
@@ -244,7 +240,7 @@ class TaskRun:
             from megatron.fill.worker.nodes import NodeRun
 
             self._measures = profiles is None
-            plans = NodeRun(self.spec, machine.task, profiles, loop, self.board, machine.enter)
+            plans = NodeRun(self.spec, machine.task, profiles, loop, self.board)
             if not plans.choose():
                 return False
         elif profiles:  # otherwise the first steps would have no estimate
