@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +104,10 @@ def plan(
             print(f"Without a profile: {', '.join(unknown)}; first run: {_profile(jobs, profiles, store)}")
     fitting = [row for row in rows if row.job]
     if png and fitting:
-        _draw(png, fitting)
+        panels = [Panel(f"rank {row.rank}", row.cycle, row.job, row.tail) for row in fitting if row.job]
+        draw_plans(png, panels[:_PANELS])
+        if len(panels) > _PANELS:
+            typer.echo(f"{png} shows the first {_PANELS} of {len(panels)} plans; choose a rank with --rank", err=True)
     if not fitting:
         raise typer.Exit(1)
 
@@ -172,12 +176,10 @@ def _plan_rank(
         for other in profiles:
             if other == name:
                 continue
-            try:
+            with suppress(PlanError):
                 tail = _resident(other, rest, profiles[other], caps[other])
-            except PlanError:
-                continue
-            share = packed_ns(tail.plan, tail.profile) / job.plan.cycles / cycle.bubble_ns
-            best = max(best, (share, tail), key=lambda found: found[0])
+                share = packed_ns(tail.plan, tail.profile) / job.plan.cycles / cycle.bubble_ns
+                best = max(best, (share, tail), key=lambda found: found[0])
         rows.append(_Row(rank, cycle, name, job, best[1], packed, packed + best[0]))
     return rows
 
@@ -242,10 +244,3 @@ def _print_rows(rows: Sequence[_Row]) -> None:
 
 def _iterations(per_cycle: float) -> str:
     return f"{per_cycle:.3g} a cycle" if per_cycle >= 1 else f"1 in {1 / per_cycle:.3g}"
-
-
-def _draw(path: Path, rows: Sequence[_Row]) -> None:
-    panels = [Panel(f"rank {row.rank}", row.cycle, row.job, row.tail) for row in rows if row.job]
-    draw_plans(path, panels[:_PANELS])
-    if len(panels) > _PANELS:
-        typer.echo(f"{path} shows the first {_PANELS} of {len(panels)} plans; choose a rank with --rank", err=True)

@@ -154,7 +154,8 @@ class TrainingJob(ModelJob):
         else:
             if group == 0:
                 work = self._commit()
-            self._optimize(group)
+            with self._offloaded.step(self.optimizer, self._groups[group]):
+                step_group(self.optimizer, self._groups[group])
         self._synchronize()
         self.next_node = self._iteration.after(self.next_node)
         self._committed = self._committed and self.next_node > 0
@@ -279,10 +280,6 @@ class TrainingJob(ModelJob):
             mean = sum(self._losses) / len(self._losses)
             self.context.report(loss=mean, epoch=self._course.epoch, iteration=self._course.iteration)
             self._losses = []
-
-    def _optimize(self, index: int) -> None:
-        with self._offloaded.step(self.optimizer, self._groups[index]):
-            step_group(self.optimizer, self._groups[index])
 
     def _finish_step(self, gradients: dict[str, Any]) -> None:
         """Do the optimizer nodes that were left when the checkpoint was written."""
