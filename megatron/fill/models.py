@@ -33,31 +33,21 @@ class Model:
     length: int  # length of a sample: tokens of a text, or pixels along a side of an image
     shape: Encoder | None = None  # shape of a text's encoder; None for a model of ``timm``
     variant: str = ""  # its name in ``timm``; empty for an encoder, which is one of ``transformers``
-    source: str = ""  # the paper, for a reader
 
     @property
     def is_text(self) -> bool:
         return self.shape is not None
 
 
-def _image(name: str, parameters: int, pixels: int, variant: str, paper: str) -> Model:
-    return Model(name, parameters, pixels, variant=variant, source=f"{paper}, {pixels} x {pixels} pixels")
-
-
-def _text(name: str, parameters: int, shape: Encoder, paper: str) -> Model:
-    return Model(name, parameters, _TOKENS, shape, source=f"{paper}, {_TOKENS} tokens")
-
-
-_TOKENS = 128
 _TABLE = (
-    _image("efficientnet-b4", 19_341_616, 380, "efficientnet_b4", "Tan and Le 2019"),
-    _image("efficientnet-v2-l", 118_515_272, 384, "efficientnetv2_l", "Tan and Le 2021"),
-    _text("bert-base", 109_483_778, Encoder(12, 768, 12, 30_522, 512), "Devlin et al. 2018"),
-    _text("bert-large", 335_143_938, Encoder(24, 1024, 16, 30_522, 512), "Devlin et al. 2018"),
-    _image("swin-large", 196_532_476, 224, "swin_large_patch4_window7_224", "Liu et al. 2021"),
-    _text("xlm-roberta-xl", 3_482_490_882, Encoder(36, 2560, 32, 250_880, 514), "Goyal et al. 2021"),
-    _image("resnet18", 11_689_512, 224, "resnet18", "He et al. 2015"),
-    _image("resnet50", 25_557_032, 224, "resnet50", "He et al. 2015"),
-    _image("vgg19", 143_667_240, 224, "vgg19", "Simonyan and Zisserman 2014"),
+    Model("efficientnet-b4", 19_341_616, 380, variant="efficientnet_b4"),  # Tan and Le 2019
+    Model("efficientnet-v2-l", 118_515_272, 384, variant="efficientnetv2_l"),  # Tan and Le 2021
+    Model("bert-base", 109_483_778, 128, Encoder(12, 768, 12, 30_522, 512)),  # Devlin et al. 2018
+    Model("bert-large", 335_143_938, 128, Encoder(24, 1024, 16, 30_522, 512)),  # Devlin et al. 2018
+    Model("swin-large", 196_532_476, 224, variant="swin_large_patch4_window7_224"),  # Liu et al. 2021
+    Model("xlm-roberta-xl", 3_482_490_882, 128, Encoder(36, 2560, 32, 250_880, 514)),  # Goyal et al. 2021
+    Model("resnet18", 11_689_512, 224, variant="resnet18"),  # He et al. 2015
+    Model("resnet50", 25_557_032, 224, variant="resnet50"),  # He et al. 2015
+    Model("vgg19", 143_667_240, 224, variant="vgg19"),  # Simonyan and Zisserman 2014
 )
 MODELS: dict[str, Model] = {model.name: model for model in _TABLE}
