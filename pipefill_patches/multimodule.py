@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.hooks import bus
@@ -38,21 +37,17 @@ _BACKWARD = Target(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """A ``MultiModulePipelineCommunicator`` and a ``MultiModuleProcessGroupCollection``, of a schedule."""
-
-    communicator: Any
-    groups: Any
+_used: dict[str, Any] = {}
 
 
-class _Used:
-    pipeline: Pipeline | None = None
+def use(**pipeline: Any) -> None:
+    """Give the schedule these arguments from now on, whenever it is called without a communicator and groups.
 
-
-def use(pipeline: Pipeline | None) -> None:
-    """Make the schedule use this pipeline from now on, whenever it is called without a communicator."""
-    _Used.pipeline = pipeline
+    They are ``p2p_communicator``, a ``MultiModulePipelineCommunicator``, and ``pg_collection``, a
+    ``MultiModuleProcessGroupCollection``; none of them to change nothing any more.
+    """
+    _used.clear()
+    _used.update(pipeline)
 
 
 def stages_after(topology: Mapping[str, Sequence[str]], depths: Mapping[str, int], module: str) -> int:
@@ -194,9 +189,8 @@ def _joined(build: Callable[[Any], None], communicator: Any) -> None:
 
 
 def _with_pipeline(schedule: Call, /, **kwargs: Any) -> Any:
-    used = _Used.pipeline
-    if used is not None and kwargs.get("p2p_communicator") is None and kwargs.get("pg_collection") is None:
-        kwargs |= {"p2p_communicator": used.communicator, "pg_collection": used.groups}
+    if kwargs.get("p2p_communicator") is None and kwargs.get("pg_collection") is None:
+        kwargs |= _used
     for its in getattr(kwargs.get("p2p_communicator"), "rank_module_map", {}).values():
         for bridge in its.bridge_comms_as_dest_module[:1]:
             if isinstance(bridge, Inlet):
@@ -210,7 +204,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     around(stack, *_BUILD.resolve(), _joined)
     around(stack, *_SCHEDULE.resolve(), _with_pipeline)
     wrap(stack, *_BACKWARD.resolve(), spanned, bus.backward)
-    stack.callback(use, None)
+    stack.callback(use)
 
 
 PATCH = Patch("multimodule", _install, (_STAGE, _TOTAL, _BUILD, _OUT, _IN, _SCHEDULE, _BACKWARD))

@@ -62,40 +62,29 @@ class Target:
                 raise PatchError(f"{self.path} does not use {name} any more; expected it to")
 
 
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """The megatron-core that is imported, which is not necessarily the one that pip installed."""
+def upstream() -> str:
+    """Import megatron-core, and return its version and folder; PatchError if it cannot be imported.
 
-    version: str
-    folder: str
-
-    def __str__(self) -> str:
-        return f"megatron-core {self.version} in {self.folder}"
-
-    @property
-    def tested(self) -> bool:
-        return SpecifierSet(TESTED).contains(Version(self.version), prereleases=True)
-
-
-def upstream() -> Upstream:
-    """Import megatron-core and return its version and folder; PatchError if it cannot be imported."""
+    It is not necessarily the one that pip installed.
+    """
     try:
         core = importlib.import_module("megatron.core")
         # Its version ends with the commit of the git checkout around it, if there is one; ``public`` is without it.
-        return Upstream(Version(core.__version__).public, core.__path__[0])
+        version = Version(core.__version__).public
+        found = f"megatron-core {version} in {core.__path__[0]}"
     except (ImportError, AttributeError) as error:
         raise PatchError(f"megatron-core cannot be imported: {error}; expected megatron-core{TESTED}") from error
+    if not SpecifierSet(TESTED).contains(version, prereleases=True) and os.environ.get("RANK", "0") == "0":
+        _warn_untested(found)
+    return found
 
 
 @functools.cache
-def warn_if_untested(found: Upstream) -> None:
-    """Warn once, on rank 0, about a version that was not tested; patches that do not fit are refused one by one."""
-    if not found.tested and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "PipeFill was tested with megatron-core%s, not with %s: it goes on as far as the signatures fit",
-            TESTED,
-            found,
-        )
+def _warn_untested(found: str) -> None:
+    """Warn once about a version that was not tested; patches that do not fit are refused one by one."""
+    logger.warning(
+        "PipeFill was tested with megatron-core%s, not with %s: it goes on as far as the signatures fit", TESTED, found
+    )
 
 
 class Patch:
@@ -121,7 +110,7 @@ class Patch:
 
     def check(self) -> None:
         """Raise PatchError, with the signature that differs, unless the patch fits the imported code."""
-        warn_if_untested(upstream())
+        upstream()  # warns of a version that was not tested
         for target in self.targets:
             try:
                 target.check()

@@ -185,7 +185,7 @@ class GraphRun:
         config.variable_seq_lengths = True
         config.finalize_model_grads_func = _finalize
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        multimodule.use(self._pipeline(config, groups))
+        multimodule.use(**self._pipeline(config, groups))
         if self.plan.graph.ahead:
             self.ahead = self._ahead(config)
             bus.callbacks.append(self.ahead)
@@ -244,7 +244,7 @@ class GraphRun:
             slack=self.runnable.received_ahead,
         )
 
-    def _pipeline(self, config: Any, groups: ProcessGroupCollection) -> multimodule.Pipeline:
+    def _pipeline(self, config: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
         mine = str(mpu.get_pipeline_model_parallel_rank())
         grids, topology = {}, {}
         for number, successors in enumerate(self.plan.successors):
@@ -254,7 +254,8 @@ class GraphRun:
         axes: Any = {"s": 0, "b": 1, "h": 2}
         communicator = MultiModulePipelineCommunicator(grids, topology, config, dim_mapping=axes)
         sink = None if topology[mine] else mine
-        return multimodule.Pipeline(communicator, MultiModuleProcessGroupCollection({mine: groups}, sink))
+        collection = MultiModuleProcessGroupCollection({mine: groups}, sink)
+        return {"p2p_communicator": communicator, "pg_collection": collection}
 
 
 def _inputs(plan: Plan, operators: Operators, name: str) -> tuple[str, ...]:
