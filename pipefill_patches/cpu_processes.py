@@ -10,6 +10,7 @@ CPU are not copied by ``to("cpu")``: the worker would read the very parameters t
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -22,22 +23,17 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSyst
 PREPARE = Target(f"{_WRITER}.prepare_write_data", ("self", "plan", "planner"), uses=("write_buckets",))
 
 
-class OnCpu:
-    """A function that runs with the torch half of the CPU backend; it can be pickled if the function can."""
-
-    def __init__(self, function: Call) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            cpu_torch.install(stack)
-            return self._function(*args, **kwargs)
+def _on_cpu(function: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with the torch half of the CPU backend."""
+    with contextlib.ExitStack() as stack:
+        cpu_torch.install(stack)
+        return function(*args, **kwargs)
 
 
 def _with_backend(start: Callable[[Any], None], process: Any) -> None:
     method = process._start_method or multiprocessing.get_start_method()
     if method != "fork" and process._target is not None:
-        process._target = OnCpu(process._target)
+        process._target = functools.partial(_on_cpu, process._target)  # which can be pickled, as a closure cannot
     start(process)
 
 

@@ -96,10 +96,7 @@ class FanOut:
 
 
 def _added(gradients: list[Any]) -> Any:
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total = total + gradient
-    return total
+    return sum(gradients[1:], gradients[0])
 
 
 class FanIn:
@@ -123,7 +120,7 @@ class FanIn:
 
     def receive(self) -> None:
         """Receive all inputs that are due before the next forward pass."""
-        while late := [inlet for inlet in self.inlets if inlet.lacks(self.microbatches)]:
+        while late := [inlet for inlet in self.inlets if inlet.lacks]:
             for inlet in late:
                 inlet.receive()
 
@@ -140,17 +137,18 @@ class Inlet:
 
     def clear(self) -> None:
         self._kept: deque[Any] = deque()
-        self._received = self._given = 0
+        self._given = 0
 
-    def lacks(self, microbatches: int) -> bool:
+    @property
+    def lacks(self) -> bool:
         """True if an input has to be received before the next one is returned."""
-        return self._received < min(microbatches, self._given + 1 + self._ahead)
+        return self._given + len(self._kept) < min(self.fan.microbatches, self._given + 1 + self._ahead)
 
     def receive(self) -> None:
-        self._keep(self.bridge.recv_forward())
+        self._kept.append(self.bridge.recv_forward())
 
     def recv_forward(self) -> Any:
-        if self.lacks(self.fan.microbatches):
+        if self.lacks:
             self.fan.receive()  # the first inlet receives for all
         return self._give()
 
@@ -158,15 +156,11 @@ class Inlet:
         self.bridge.send_backward(gradient)
 
     def send_backward_recv_forward(self, gradient: Any) -> Any:
-        if self.lacks(self.fan.microbatches):
-            self._keep(self.bridge.send_backward_recv_forward(gradient))
+        if self.lacks:
+            self._kept.append(self.bridge.send_backward_recv_forward(gradient))
         else:  # the sender has no more to send
             self.bridge.send_backward(gradient)
         return self._give()
-
-    def _keep(self, tensor: Any) -> None:
-        self._kept.append(tensor)
-        self._received += 1
 
     def _give(self) -> Any:
         self._given += 1

@@ -185,9 +185,10 @@ class RankListener:
         seq = 0
         filling = self.filling and self.control.running
         if filling and forecast.fills and self.gate is not None:
-            deadline_ns, ends_ns = forecast.deadline_and_ends(now_ns - self.guard_ns)
+            from_ns = now_ns - self.guard_ns
+            ends_ns = [from_ns + end_ns for end_ns in forecast.ends_ns]
             free = self.free_bytes() if free_bytes is None else free_bytes
-            seq = self.gate.open(deadline_ns, free, ends_ns, forecast.steps_ns)
+            seq = self.gate.open(from_ns + forecast.shortest_ns, free, ends_ns, forecast.steps_ns)
         elif self.filling and not filling:
             self._paused = True
         self._promised_bytes = free_bytes

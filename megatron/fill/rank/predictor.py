@@ -44,10 +44,6 @@ class Forecast(NamedTuple):
     steps_ns: tuple[int, ...] = ()
     fills: bool = False  # True if it is worth filling
 
-    def deadline_and_ends(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
-        """Return the deadline and the ends as absolute times, for a bubble that opens at ``from_ns``."""
-        return from_ns + self.shortest_ns, tuple([from_ns + end_ns for end_ns in self.ends_ns])
-
 
 _UNKNOWN = Forecast()
 
