@@ -153,10 +153,8 @@ class Launch:
             from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
             warn_of_no_ramp(args.rampup_batch_size, get_current_global_batch_size())
-        # The other ranks wait in a collective, which has a timeout.
-        locked = lock_run_folder(
-            settings.report or new_run_folder(), info, most_s=30.0 * args.distributed_timeout_minutes
-        )
+        most_s = 30.0 * args.distributed_timeout_minutes  # half the timeout of the collective in which other ranks wait
+        locked = lock_run_folder(settings.report or new_run_folder(), info, most_s)
         if locked is None:
             return
         run_dir, self._lock = locked
@@ -170,8 +168,7 @@ class Launch:
             except FillError as error:
                 if info.rank == 0:
                     print(f"PipeFill: {error}", flush=True)
-        lacking = "" if self.mps is None else why_no_client(self.mps)
-        if lacking:
+        if self.mps is not None and (lacking := why_no_client(self.mps)):
             logger.warning("rank %d fills nothing: %s", info.rank, lacking)
             return
         if info.rank == 0 and settings.serves:

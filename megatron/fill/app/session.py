@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill import wings
@@ -39,39 +40,26 @@ logger = logging.getLogger("pipefill")
 _WARDEN_END_S = 20.0
 
 
+@dataclass(eq=False)
 class Session:
-    """PipeFill's part of one rank of one run.
+    """PipeFill's part of one rank of one run."""
 
-    Args:
-        segment: the folder for the records.
-        store: the URL of the job store that this run serves.
-        jobs: jobs that this rank's agent submits to it.
-        mps: the MPS daemon that this rank uses; None for time-slicing.
-        owns_margin: on a GPU, this process keeps the memory margin in its own allocator.
-    """
+    settings: FillSettings
+    info: RankInfo
+    run_dir: Path
+    segment: Path  # the folder for the records
+    store: str  # the URL of the job store that this run serves
+    jobs: list[NewJob]  # jobs that this rank's agent submits to it
+    mps: MpsDaemon | None  # None for time-slicing
+    sandbox: RunSandbox
+    owns_margin: bool = False  # on a GPU, this process keeps the memory margin in its own allocator
 
-    def __init__(
-        self,
-        settings: FillSettings,
-        info: RankInfo,
-        run_dir: Path,
-        segment: Path,
-        store: str,
-        jobs: list[NewJob],
-        mps: MpsDaemon | None,
-        sandbox: RunSandbox,
-        owns_margin: bool = False,
-    ) -> None:
-        self.settings = settings
+    def __post_init__(self) -> None:
+        settings, info = self.settings, self.info
         margin_bytes = int(settings.memory_margin_mib * 2**20)
         # Memory that the rank reserves for itself need not also be free in the driver.
-        self._owned_bytes = margin_bytes if owns_margin and info.device != "cpu" else 0
+        self._owned_bytes = margin_bytes if self.owns_margin and info.device != "cpu" else 0
         self._margin_bytes = min(margin_bytes, DRIVER_BYTES) if self._owned_bytes else margin_bytes
-        self.sandbox = sandbox
-        self.info = info
-        self.run_dir = run_dir
-        self.segment = segment
-        self.mps = mps
         self.gate: SharedGate | None = None
         self.board: CycleBoard | None = None
         self.control: ControlPage | None = None
@@ -82,16 +70,16 @@ class Session:
         attached.spans = None
         for module in wings.modules("rank"):
             module.attend(settings, info, traced)
-        self._account = AccountWriter(segment.resolve(), info, bus.account, lambda: bus.waited, traced)
+        self._account = AccountWriter(self.segment.resolve(), info, bus.account, lambda: bus.waited, traced)
         self._seen = b""  # the part of this rank's record that could not be written
         if settings.serves:
             self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(info.rank)
             try:
-                self._announced = self.control.announce(run_dir, self.board.fd)
+                self._announced = self.control.announce(self.run_dir, self.board.fd)
             except OSError as error:
                 logger.warning("rank %d cannot be paused from outside: %s", info.rank, error)
             attached.figures = self.control.ask
-            self.warden = self._start_warden(self.gate, self.board, self.control, store, jobs)
+            self.warden = self._start_warden(self.gate, self.board, self.control)
         try:
             self.listening = self._listen()
         except BaseException:  # the caller gets no session, and so could not end its agent
@@ -144,9 +132,7 @@ class Session:
         lost = self._last_word.state is Left.LOST
         return Unwritten(self._seen.decode(), self._last_word.read().decode(), lost=lost)
 
-    def _start_warden(
-        self, gate: SharedGate, board: CycleBoard, control: ControlPage, store: str, jobs: list[NewJob]
-    ) -> subprocess.Popen[bytes]:
+    def _start_warden(self, gate: SharedGate, board: CycleBoard, control: ControlPage) -> subprocess.Popen[bytes]:
         settings = self.settings
         gate_fd, board_fd, control_fd = gate.reader_fd(), board.reader_fd(), control.fd
         spec = AgentSpec(
@@ -162,8 +148,8 @@ class Session:
             device=self.info.device,
             device_uuid=_uuid(self.info.device),
             cpus=sorted(os.sched_getaffinity(0)) if self.info.device == "cpu" else [],
-            store=store,
-            submit=jobs,
+            store=self.store,
+            submit=self.jobs,
             policy=settings.policy,
             lease_s=settings.lease_seconds,
             checkpoint_s=settings.checkpoint_seconds,

@@ -139,30 +139,22 @@ class FreeDeviceMemory:
         return self._bytes
 
 
+@dataclass(eq=False)
 class CudaLimiter:
-    """The enforcement of a worker's limits on a GPU, and, by a ``HostLimiter``, on processes.
+    """The enforcement of a worker's limits on a GPU, and, by a ``HostLimiter``, on processes."""
 
-    Args:
-        mps: daemon that the rank uses; None for time-slicing.
-        witness: pid of a process that uses this GPU, if the driver's pids may be those of another pid namespace: the
-            driver's list is then used only while it contains this pid.
-    """
+    limits: Limits
+    name: str
+    home: CgroupHome
+    uuid: str
+    nvml: Nvml
+    mps: MpsDaemon | None  # daemon that the rank uses; None for time-slicing
+    # Pid of a process that uses this GPU, if the driver's pids may be those of another pid namespace: the driver's list
+    # is then used only while it contains this pid.
+    witness: int | None
 
-    def __init__(
-        self,
-        limits: Limits,
-        name: str,
-        home: CgroupHome,
-        uuid: str,
-        nvml: Nvml,
-        mps: MpsDaemon | None,
-        witness: int | None = None,
-    ) -> None:
-        self.limits = limits
-        self._uuid = uuid
-        self._nvml = nvml
-        self._mps = mps
-        self._witness = witness
+    def __post_init__(self) -> None:
+        limits, mps, uuid = self.limits, self.mps, self.uuid
         self.held_bytes = self.peak_bytes = 0
         # With the NVML check, a task whose import asks PyTorch for CUDA can still fork afterwards.
         environment = {"CUDA_VISIBLE_DEVICES": uuid, ASK_NVML: "1"}
@@ -170,10 +162,10 @@ class CudaLimiter:
         # share faults with all other clients of that daemon, and have no limits.
         environment |= {PIPE: _NO_DAEMON} if mps is None else mps.environment(limits, uuid, OVERHEAD_BYTES)
         if limits.memory_bytes is not None:
-            total = nvml.total_bytes(uuid)
+            total = self.nvml.total_bytes(uuid)
             environment |= allocator_environment(limits.memory_bytes, total, os.environ, version("torch"))
         # Created last, so that an error above leaves no control group behind.
-        self._host = HostLimiter(limits, name, home, cap_host_memory=False)
+        self._host = HostLimiter(limits, self.name, self.home, cap_host_memory=False)
         self.environment = self._host.environment | environment
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
@@ -181,8 +173,8 @@ class CudaLimiter:
 
     def look(self) -> str:
         reason = self._host.look()
-        used = self._nvml.used_bytes(self._uuid)
-        if self._witness is not None and self._witness not in used:
+        used = self.nvml.used_bytes(self.uuid)
+        if self.witness is not None and self.witness not in used:
             used = {}  # these pids are of another namespace: one may equal a pid of the job and mean another process
         holders = [process.pid for process in self._host.alive if process.pid in used]
         self.held_bytes = sum(used[pid] for pid in holders)
@@ -203,8 +195,8 @@ class CudaLimiter:
         return self._host.busy_s()
 
     def kill(self) -> None:
-        if self._mps is not None:
-            left = self._mps.terminate([process.pid for process in self._host.processes()], _TERMINATE_S)
+        if self.mps is not None:
+            left = self.mps.terminate([process.pid for process in self._host.processes()], _TERMINATE_S)
             if left:
                 logger.warning(
                     "processes %s are killed though the MPS server has not said that they are off the GPU: work of "
