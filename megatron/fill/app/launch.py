@@ -23,8 +23,7 @@ from megatron.fill.agent.turn import DeviceTurn
 from megatron.fill.app.closing import collect, go_on, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
-from megatron.fill.app.handover import check_between, jobs_outlive_ranks, take_turn
-from megatron.fill.app.placing import take_rank, world_size
+from megatron.fill.app.placing import check_between, jobs_outlive_ranks, take_rank, take_turn, world_size
 from megatron.fill.app.runfolder import (
     STORE,
     check_owner,

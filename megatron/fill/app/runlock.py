@@ -139,52 +139,33 @@ def _locked(path: Path, start: int, length: int, most_s: float) -> int:
         # Not if the file was removed in the meantime, as a user does to override a lost node's lock.
         if not held and os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
             return fd
-        other = _Other(fd, start, length) if held else None
+        other, host = _other(fd, start, length) if held else ("", "")
         os.close(fd)
-        if other is not None:
-            lost = bool(network) and other.elsewhere
+        if held:
+            elsewhere = host != os.uname().nodename
+            lost = bool(network) and elsewhere
             if time.monotonic() - began_s > min(most_s, _LEASE_S if lost else _DYING_S):
-                raise RunTaken(_refusal(path, other))
+                remedy = f"; if {host or 'its node'} is lost, remove {path}" if elsewhere else ""
+                raise RunTaken(
+                    f"the run folder {path.parent} is in use by another training ({other}); "
+                    f"expected another --fill-report, or that that training has ended{remedy}"
+                )
             if lost and not said:
                 said = True
-                logger.warning(
-                    "%s is held by another training (%s); waiting for %.0f s, in case its node is lost",
-                    path,
-                    other,
-                    min(most_s, _LEASE_S),
-                )
+                waiting = f"waiting for {min(most_s, _LEASE_S):.0f} s, in case its node is lost"
+                logger.warning("%s is held by another training (%s); %s", path, other, waiting)
         time.sleep(_LOOK_S)
 
 
-class _Other:
-    """The training that has the lock, as far as the kernel and the note in the file identify it."""
-
-    def __init__(self, fd: int, start: int, length: int) -> None:
-        self.rank, pid = start, 0
-        with suppress(OSError):
-            self.rank, pid = recordlock.holder(fd, start, length) or (start, 0)
-        try:
-            note = untrusted.parse_json(os.pread(fd, 4096, 0))
-            self.host, self.since_s = str(note["host"]), float(note["since_s"])
-            self.pid = int(note["pid"]) if self.rank == 0 else pid
-        except (OSError, ValueError, KeyError, TypeError):
-            self.host, self.since_s, self.pid = "", 0.0, pid
-
-    @property
-    def elsewhere(self) -> bool:
-        """True if it may be on another node."""
-        return self.host != os.uname().nodename
-
-    def __str__(self) -> str:
-        at = f" on {self.host}" if self.host else ""
-        process = f", process {self.pid}{at}" if self.pid > 0 and (self.rank == 0 or not self.elsewhere) else at
-        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_s)) if self.since_s else ""
-        return f"its rank {self.rank}{process}{f', since {moment}' if moment else ''}"
-
-
-def _refusal(path: Path, other: _Other) -> str:
-    lost = f"; if {other.host or 'its node'} is lost, remove {path}" if other.elsewhere else ""
-    return (
-        f"the run folder {path.parent} is in use by another training ({other}); "
-        f"expected another --fill-report, or that that training has ended{lost}"
-    )
+def _other(fd: int, start: int, length: int) -> tuple[str, str]:
+    """Return a text on the training that has the lock, and its host (empty if unknown), by the kernel and its note."""
+    rank, pid, host, since_s = start, 0, "", 0.0
+    with suppress(OSError):
+        rank, pid = recordlock.holder(fd, start, length) or (start, 0)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        note = untrusted.parse_json(os.pread(fd, 4096, 0))
+        host, since_s, pid = str(note["host"]), float(note["since_s"]), int(note["pid"]) if rank == 0 else pid
+    at = f" on {host}" if host else ""
+    process = f", process {pid}{at}" if pid > 0 and (rank == 0 or host == os.uname().nodename) else at
+    since = time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(since_s)) if since_s else ""
+    return f"its rank {rank}{process}{since}", host

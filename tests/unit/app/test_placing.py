@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from megatron.fill.agent.turn import DeviceTurn, turn_file
-from megatron.fill.app.handover import check_between, take_turn
 from megatron.fill.app.launch import Launch, launch
+from megatron.fill.app.placing import check_between, take_turn
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import AGENTS
