@@ -53,16 +53,11 @@ def go_on(settings: FillSettings, run_dir: Path) -> str:
     return f"go on alone for at most {settings.between:g} s; pipefill kill {shlex.quote(str(run_dir))} ends them"
 
 
-def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Collection[str], alone: str = "") -> None:
-    """Print the state of the jobs of a training that has failed, in one line, on the first rank that has failed.
-
-    Args:
-        segment: the folder of its records.
-        names: names of the jobs in its jobs file.
-        alone: text on how they go on without it (``go_on``).
-    """
-    if not note_failure(segment, rank):
+def tell_of_jobs(session: Session, names: Collection[str]) -> None:
+    """Print the state of a failed training's jobs, by name, in one line, on the first rank that has failed."""
+    if not note_failure(session.segment, session.info.rank):
         return
+    store, run_dir = session.store, session.run_dir
     file = database_file(store)
     if file is not None and not file.exists():  # its agent has not made it yet
         found = Counter({"not submitted": len(names)})
@@ -83,7 +78,8 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
         those = "" if said else f" of its {len(names)} jobs"
         said.append(f"{found['not submitted']}{those} were not submitted yet; the next start in {run_dir} submits them")
     # One write, so that output of other ranks does not break the line.
-    after = f"; meanwhile they {alone}" if alone and (found["open"] or not names or not found) else ""
+    alone = go_on(session.settings, run_dir) if found["open"] or not names or not found else ""
+    after = f"; meanwhile they {alone}" if alone else ""
     os.write(1, f"PipeFill: the training has failed; {', '.join(said)}{after}\n".encode())
 
 

@@ -20,14 +20,11 @@ import megatron.fill.device.before_cuda  # noqa: F401 -- before the script impor
 import pipefill_patches
 from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
 from megatron.fill.agent.turn import DeviceTurn
-from megatron.fill.app.closing import collect, go_on, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
+from megatron.fill.app.closing import collect, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.placing import check_between, jobs_outlive_ranks, take_rank, take_turn, world_size
 from megatron.fill.app.runfolder import (
-    STORE,
-    check_owner,
-    check_secret,
     check_store,
     make_run_folder,
     new_run_folder,
@@ -111,11 +108,7 @@ class Launch:
         search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
         if settings.serves:
             own_version()  # agents need it; raised here, its error reaches the user
-            where = store_of(settings, run_dir or Path("runs"))
-            check_store(where)
-            check_secret(settings)
-            if settings.store is None and os.environ.get(STORE):
-                check_owner(where, run_dir)
+            check_store(settings, run_dir)
             check_flags(settings)
             self.mps = share(settings, on_cpu)
             self.sandbox = find_sandbox(settings, self.mps, search, on_gpu=not on_cpu)
@@ -270,12 +263,9 @@ class Launch:
             self._freed.end()
         if self.session is not None:
             self.session.abort()
-            settings, run_dir = self.session.settings, self.session.run_dir
-            if settings.serves:
+            if self.session.settings.serves:
                 with kept("it is not known where its jobs are"):
-                    names, alone = [job.name for job in self._jobs], go_on(settings, run_dir)
-                    store, rank = store_of(settings, run_dir), self.session.info.rank
-                    tell_of_jobs(store, run_dir, self.session.segment, rank, names, alone)
+                    tell_of_jobs(self.session, [job.name for job in self._jobs])
         self._end(SegmentEnding.FAILED)
 
     def release(self) -> None:

@@ -45,28 +45,25 @@ def _may_be_database(file: Path) -> bool:
         return True
 
 
-def check_secret(settings: FillSettings) -> None:
-    """Raise ConfigError if there is a password on the command line.
-
-    Megatron writes its flags to its output, to TensorBoard and into every checkpoint.
-    """
-    if settings.store is not None and has_password(settings.store):
-        raise ConfigError(
-            f"--fill-store {shown(settings.store)}: its password would be in ps, in the training's output, and in its "
-            f"checkpoints; expected it {WHERE_PASSWORDS_GO}"
-        )
-
-
-def check_store(where: str) -> None:
-    """Raise ConfigError if several nodes would share an SQLite file, StoreError if it is not the address of a store."""
+def check_store(settings: FillSettings, run_dir: Path | None) -> None:
+    """Raise ConfigError if this run may not serve its store, StoreError if that is not the address of one."""
+    where = store_of(settings, run_dir or Path("runs"))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
     if locate(where).drivername == "sqlite" and nodes > 1:
         raise ConfigError(
             f"{nodes} nodes cannot share the job store {where}; expected --fill-store postgresql+psycopg://..."
         )
+    # Megatron writes its flags to its output, to TensorBoard and into every checkpoint.
+    if settings.store is not None and has_password(settings.store):
+        raise ConfigError(
+            f"--fill-store {shown(settings.store)}: its password would be in ps, in the training's output, and in its "
+            f"checkpoints; expected it {WHERE_PASSWORDS_GO}"
+        )
+    if settings.store is None and os.environ.get(STORE):
+        _check_owner(where, run_dir)
 
 
-def check_owner(where: str, run_dir: Path | None) -> None:
+def _check_owner(where: str, run_dir: Path | None) -> None:
     """Raise ConfigError if a relative ``$PIPEFILL_STORE``, perhaps forgotten, leads to the store of another run."""
     path = where.removeprefix("sqlite:///")
     if "://" in path or Path(path).expanduser().is_absolute():

@@ -99,7 +99,7 @@ class HostLimiter:
 
         def at_once() -> None:
             if cgroup is not None and not cgroup.kill():
-                cgroup.freeze(True)  # SIGKILL also ends frozen processes
+                cgroup.freeze()  # SIGKILL also ends frozen processes
 
         if not end_all(self._tree, _KILL_S, at_once, self._members):
             left = [process.pid for process in self._tree.look()]

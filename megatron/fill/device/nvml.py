@@ -20,7 +20,6 @@ class Gpu:
     index: int
     uuid: str
     name: str
-    total_bytes: int
 
 
 class Nvml:
@@ -42,8 +41,7 @@ class Nvml:
         found = []
         for index in range(library.nvmlDeviceGetCount()):
             handle = library.nvmlDeviceGetHandleByIndex(index)
-            total = library.nvmlDeviceGetMemoryInfo(handle).total
-            found.append(Gpu(index, library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle), total))
+            found.append(Gpu(index, library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle)))
         return found
 
     def shared_by(self, uuid: str) -> str:

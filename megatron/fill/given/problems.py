@@ -32,9 +32,7 @@ _WORDS = {  # replacements of pydantic's messages that speak of Python types
 
 def expectation(problem: Mapping[str, Any]) -> str:
     """Return the text on what was expected, for one of pydantic's errors."""
-    if problem["type"] in _WORDS:
-        return _WORDS[problem["type"]]
-    return reworded(problem["msg"])
+    return _WORDS.get(problem["type"]) or reworded(problem["msg"])
 
 
 def reworded(message: str) -> str:

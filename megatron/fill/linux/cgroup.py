@@ -152,8 +152,8 @@ class Cgroup:
         """Kill all processes in it at once, also those being forked; False if the kernel cannot (before 5.14)."""
         return self._write("cgroup.kill", "1")
 
-    def freeze(self, on: bool) -> bool:
-        return self._write("cgroup.freeze", "1" if on else "0")
+    def freeze(self) -> bool:
+        return self._write("cgroup.freeze", "1")
 
     def held_bytes(self) -> int:
         """The memory of the processes without file pages, which the kernel reclaims when memory is needed."""

@@ -24,9 +24,8 @@ def create(name: str, size: int, *, sealable: bool = False) -> int:
     fd = os.memfd_create(f"pipefill-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    if not sealable:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    no_more = 0 if sealable else fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | no_more)
     return fd
 
 

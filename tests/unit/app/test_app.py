@@ -31,13 +31,14 @@ from tests.support.flags import flags
 
 @pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])
 def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
-    check_store("runs/first")
+    file = FillSettings(store="runs/first")
+    check_store(file, None)
     monkeypatch.setenv(variable, "2")
     with pytest.raises(
         ConfigError, match="2 nodes cannot share the job store runs/first; expected --fill-store postgres"
     ):
-        check_store("runs/first")
-    check_store("postgresql+psycopg://ada@db/pipefill")
+        check_store(file, None)
+    check_store(FillSettings(store="postgresql+psycopg://ada@db/pipefill"), None)
 
 
 @pytest.mark.parametrize(

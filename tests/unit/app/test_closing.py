@@ -6,6 +6,8 @@ import errno
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,13 @@ from tests.support.segments import write_segment
 
 STORE = "postgresql+psycopg://ada:secret@db/x"
 WHERE = "the job store postgresql+psycopg://ada:***@db/x"
+
+
+def session(run: Path, rank: int = 0, store: str = STORE, settings: FillSettings | None = None) -> Any:
+    """A rank's session, as far as it is asked: its records are in the run folder itself."""
+    settings = FillSettings(store=store) if settings is None else settings
+    info = SimpleNamespace(rank=rank)
+    return SimpleNamespace(segment=run, run_dir=run, info=info, store=store, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,7 @@ def test_the_first_rank_that_fails_says_once_where_the_jobs_are(tmp_path, capfd,
 
     monkeypatch.setattr(closing, "current_states", current_states)
     for rank in (1, 0):
-        tell_of_jobs(STORE, tmp_path, tmp_path, rank, names)
+        tell_of_jobs(session(tmp_path, rank=rank), names)
     assert capfd.readouterr().out == f"PipeFill: the training has failed; {said.format(run=tmp_path)}\n"
 
 
@@ -60,23 +69,26 @@ def test_it_is_said_that_jobs_go_on_without_the_training_and_how_to_end_them(tmp
     job = JobRecord("pi", "sleep 1", Status(state), 0, "")
     monkeypatch.setattr(closing, "current_states", lambda *asked: {"pi": job})
     settings = FillSettings(between=300, store="s.db", report="a run")
-    alone = go_on(settings, Path("a run"))
-    assert alone == "go on alone for at most 300 s; pipefill kill 'a run' ends them"
-    tell_of_jobs(STORE, tmp_path, tmp_path, 0, ["pi"], alone)
+    alone = "go on alone for at most 300 s; pipefill kill 'a run' ends them"
+    assert go_on(settings, Path("a run")) == alone
+    run = tmp_path / "a run"
+    run.mkdir()
+    tell_of_jobs(session(run, settings=settings), ["pi"])
+    alone = alone.replace("'a run'", f"'{run}'")
     assert capfd.readouterr().out.endswith(f"; meanwhile they {alone}\n") is (state is JobState.QUEUED)
     assert go_on(FillSettings(store="s.db"), Path("a run")) == ""
 
 
 def test_a_store_that_cannot_be_asked_is_named_all_the_same(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(closing, "current_states", lambda *asked: {})
-    tell_of_jobs(STORE, tmp_path / "gone", tmp_path / "gone", 0, ["pi"])
+    tell_of_jobs(session(tmp_path / "gone"), ["pi"])
     assert capfd.readouterr().out == (
         f"PipeFill: the training has failed; jobs that have not ended are queued in {WHERE}\n"
     )
 
 
 def test_jobs_of_a_store_that_no_agent_has_made_yet_are_in_no_queue(tmp_path, capfd):
-    tell_of_jobs(str(tmp_path / "jobs.db"), tmp_path, tmp_path, 0, ["pi", "e"])
+    tell_of_jobs(session(tmp_path, store=str(tmp_path / "jobs.db")), ["pi", "e"])
     assert capfd.readouterr().out == (
         "PipeFill: the training has failed; 2 of its 2 jobs were not submitted yet; the next start in "
         f"{tmp_path} submits them\n"

@@ -286,7 +286,7 @@ def test_the_kernel_ends_a_real_group_at_once():
     try:
         assert group.add(process.pid)
         assert group.processes() == [process.pid]
-        assert group.freeze(True)
+        assert group.freeze()
         assert group.kill()
         assert process.wait(60) == -9
     finally:

@@ -22,7 +22,7 @@ from megatron.fill.linux.tree import MARK
 from megatron.fill.work import Work
 
 GIB = 2**30
-GPUS = [Gpu(0, "GPU-aaaa-1", "H200", 141 * GIB), Gpu(1, "GPU-bbbb-2", "H200", 141 * GIB)]
+GPUS = [Gpu(0, "GPU-aaaa-1", "H200"), Gpu(1, "GPU-bbbb-2", "H200")]
 
 
 class Library:
@@ -60,7 +60,7 @@ class Library:
         return handle.name
 
     def nvmlDeviceGetMemoryInfo(self, handle: Gpu) -> Any:
-        return SimpleNamespace(total=handle.total_bytes, free=self.free_bytes)
+        return SimpleNamespace(total=141 * GIB, free=self.free_bytes)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Gpu) -> list[Any]:
         return self._listed("compute")

@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return SimpleNamespace(ours=False, main_environment=lambda uuids: {"CUDA_MPS_PIPE_DIRECTORY": "/pipe"})
 
     monkeypatch.setattr(joining, "_joined", [])
-    gpus = [Gpu(0, "GPU-a", "NVIDIA H200", 1), Gpu(1, "GPU-b", "NVIDIA H200", 1)]
+    gpus = [Gpu(0, "GPU-a", "NVIDIA H200"), Gpu(1, "GPU-b", "NVIDIA H200")]
     monkeypatch.setattr(joining, "Nvml", lambda: SimpleNamespace(gpus=lambda: gpus))
     monkeypatch.setattr(
         joining, "MpsDaemon", SimpleNamespace(start=start, existing=lambda pipe: f"the daemon of {pipe}")

@@ -16,7 +16,7 @@ from megatron.fill.wings.operate import jobmapping
 from megatron.fill.wings.operate.jobmapping import JobMapping, open_mapping
 from tests.support.posts import post
 
-GPUS = [Gpu(0, "GPU-a", "H100", 1), Gpu(3, "GPU-b", "H100", 1)]
+GPUS = [Gpu(0, "GPU-a", "H100"), Gpu(3, "GPU-b", "H100")]
 
 
 @pytest.fixture
