@@ -1,18 +1,19 @@
 """The idle time of trainings: the share of wall time that has a name, and the share of long idle time that is filled.
 
-Trains the small GPT of the benchmarks on the CPU, with a side task for each rank, in seven ways (``--parts``):
+Trains the small GPT of the benchmarks on the CPU, with a side task for each rank, in eight ways (``--parts``):
 ``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every hundredth iteration, with a
-``slow-loader``, with two replicas (``dp2``), with two chunks per stage (``vpp``), and with Megatron's ``timers`` and
-their barriers.  The four ranks of two replicas would share two cores, on which nothing is idle; they have a smaller
-model, and sleep in passes (``own_device``), as their jobs do in steps.
-``paired`` is the plain one in pairs of blocks with and without filling, for the slowdown, and ``paired-vpp`` that of
-two chunks.
+``slow-loader``, with two replicas (``dp2``) and with their gradients reduced during the backward passes (``overlap``),
+with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.  The four ranks of two replicas
+would share two cores, on which nothing is idle; they have a smaller model, and sleep in passes (``own_device``), as
+their jobs do in steps.  ``paired`` is the plain one in pairs of blocks with and without filling, for the slowdown, and
+``paired-vpp`` that of two chunks.
 
 * ``named_share``: compute and named idle time over the wall time, by training, all ranks together; the wall time is
   that of the process's clock.
 * ``long_idle_filled``: seconds of jobs' steps in bubbles over all idle seconds, both in stretches of 1 ms or more, by
   training, from the first iteration on: also what PipeFill does not fill, such as saves, and what only the beginning
   of a training has: the warm-up, the jobs' start, and frequent probes of the brake.  So it grows with ``--iterations``.
+* ``drain_filled``: the same of the drain bubbles alone, of ``dp2`` and ``overlap``.
 * ``harvest_1f1b``, ``harvest_interleaved``: the harvest ratio of ``plain`` and of ``vpp``.
 * ``slowdown``, ``slowdown_interleaved``: of ``paired`` and of ``paired-vpp``.
 
@@ -29,14 +30,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.types import BubbleKind
 from scripts.benchmarks.harness import arguments, check_above_zero, opened
-from scripts.benchmarks.idle_causes import FILLED, causes
+from scripts.benchmarks.idle_causes import FILLED, causes, causes_in
 from scripts.benchmarks.sidetasks import DEVICE_JOB, JOBS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
 OFTEN = "100"  # iterations between two saves, or evaluations
 _WARMUP = 5
 _SMALL = ("--hidden-size", "128")  # these flags come after the model's own
+_REPLICAS = ("dp2", "overlap")
 _INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "2")
 _PAIRED: dict[str, tuple[str, tuple[str, ...]]] = {  # name of the slowdown, and flags
     "paired": ("slowdown", ()),
@@ -52,14 +55,15 @@ def trained(folder: Path, part: str, iterations: int) -> dict[str, Any]:
         "evaluation": ("--eval-iters", "4", "--eval-interval", OFTEN),
         "slow-loader": (),
         "dp2": _SMALL,
+        "overlap": (*_SMALL, "--overlap-grad-reduce"),
         "vpp": _INTERLEAVED,
         "timers": ("--timing-log-level", "2"),
     }
-    modules = {"slow-loader": "slow_loader", "dp2": "own_device"}
+    modules = {"slow-loader": "slow_loader", **dict.fromkeys(_REPLICAS, "own_device")}
     script = ("-m", f"scripts.benchmarks.{modules[part]}", *GPT.script) if part in modules else GPT.script
-    main = MainJob(script, ranks=4 if part == "dp2" else 2)
+    main = MainJob(script, ranks=4 if part in _REPLICAS else 2)
     run = folder / f"{part}-run"
-    every = [DEVICE_JOB | {"name": f"device{rank}"} for rank in range(main.ranks)] if part == "dp2" else JOBS
+    every = [DEVICE_JOB | {"name": f"device{rank}"} for rank in range(main.ranks)] if part in _REPLICAS else JOBS
     jobs = ("--fill-jobs", str(jobs_file(folder / f"{part}-jobs.yaml", every)), "--fill-report", str(run))
     blocks = Blocks(iterations - _WARMUP, 0, iterations)
     extra = (*jobs, *settings(warmup_iterations=_WARMUP), *flags[part])
@@ -92,7 +96,7 @@ def shares(long_s: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
-    parts = ("plain", "saves", "evaluation", "slow-loader", "dp2", "vpp", "timers", *_PAIRED)
+    parts = ("plain", "saves", "evaluation", "slow-loader", *_REPLICAS, "vpp", "timers", *_PAIRED)
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument(
@@ -115,6 +119,10 @@ def main() -> None:
             print(part, *shares(found["long_idle_s"]), sep="\n  ", flush=True)
             for name in ("named_share", "long_idle_filled"):
                 results.add(part, {part: found[name]}, name, **found)
+            if part in _REPLICAS:
+                drain_s = causes_in(folder / f"{part}-run", BubbleKind.DRAIN)
+                share = drain_s.get(FILLED, 0.0) / sum(drain_s.values())
+                results.add(part, {part: share}, "drain_filled", **found, drain_s=drain_s)
             harvests = {"plain": "harvest_1f1b", "vpp": "harvest_interleaved"}
             if part in harvests:
                 results.add(part, {harvests[part]: found["harvest_ratio"]}, **found)

@@ -7,7 +7,7 @@ bubble by its name in the account.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -40,24 +40,56 @@ def causes(run: Path) -> dict[str, float]:
     Raises:
         FillError: the records cannot be read.
     """
-    segment = last_segment(run)
-    accounts = {account.rank: account for account in read_accounts(segment.folder)}
-    found: defaultdict[str, float] = defaultdict(float)
-    for rank, files in segment.files().items():
+    accounts = {account.rank: account for account in read_accounts(last_segment(run).folder)}
+    ranks = ((record, workers, accounts[record.info.rank]) for record, workers in _ranks(run))
+    return _seconds(causes_of(*one) for one in ranks)
+
+
+def causes_in(run: Path, kind: BubbleKind) -> dict[str, float]:
+    """Return the seconds of long bubbles of one kind by cause, as ``causes``."""
+    return _seconds(bubble_causes(record, workers, kind) for record, workers in _ranks(run))
+
+
+def _ranks(run: Path) -> Iterator[tuple[RankRecord, list[WorkerRecord]]]:
+    for files in last_segment(run).files().values():
         record = files.record(spans=False)
         if record is not None:
-            workers = [worker for _, worker in files.attempts(steps=False)]
-            for cause, ns in causes_of(record, workers, accounts[rank]).items():
-                found[cause] += ns / 1e9
+            yield record, [worker for _, worker in files.attempts(steps=False)]
+
+
+def _seconds(ranks: Iterable[Mapping[str, int]]) -> dict[str, float]:
+    """Return the sums over ranks in seconds, the largest first."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for its in ranks:
+        for cause, ns in its.items():
+            found[cause] += ns / 1e9
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def causes_of(record: RankRecord, workers: Sequence[WorkerRecord], account: AccountRecord) -> dict[str, int]:
     """Return the nanoseconds of one rank's long idle time by cause."""
-    bubbles = seen(record).bubbles
-    bubbles = _those(bubbles, bubbles.duration >= LONG_NS)
+    bubbles = _long(record)
+    found = bubble_causes(record, workers)
+    for kind, name in _OUTSIDE.items():
+        found[name] -= int(bubbles.duration[_is(bubbles, kind)].sum())
+    in_pipeline = int(bubbles.duration[~bubbles.outside].sum())
+    found[NOT_SEEN] -= in_pipeline
+    for name, spent in account.spent.items():
+        if name not in COMPUTE | _BEFORE | {UNNAMED}:
+            found[_cause(name)] += spent.long_ns
+    return {cause: ns for cause, ns in found.items() if ns > 0}
+
+
+def bubble_causes(
+    record: RankRecord, workers: Sequence[WorkerRecord], kind: BubbleKind | None = None
+) -> defaultdict[str, int]:
+    """Return the nanoseconds of one rank's long bubbles by cause: of all, or of one kind."""
+    bubbles = _long(record)
     on = bubbles.filling | bubbles.settling
     first = int(bubbles.iteration[on].min()) if on.any() else 1 << 62
+    if kind is not None:
+        bubbles = _those(bubbles, _is(bubbles, kind))
+        on = bubbles.filling | bubbles.settling
     early = bubbles.iteration < first
     found: defaultdict[str, int] = defaultdict(int)
     found[WARMUP] = int(bubbles.duration[~on & early].sum())
@@ -69,14 +101,7 @@ def causes_of(record: RankRecord, workers: Sequence[WorkerRecord], account: Acco
     steps_ns = time_use(settling, workers)[TimeUse.STEPS]
     found[FILLED] += steps_ns
     found[START] = int(settling.duration.sum()) - steps_ns
-    for kind, name in _OUTSIDE.items():
-        found[name] -= int(bubbles.duration[_is(bubbles, kind)].sum())
-    in_pipeline = int(bubbles.duration[~bubbles.outside].sum())
-    found[NOT_SEEN] -= in_pipeline
-    for name, spent in account.spent.items():
-        if name not in COMPUTE | _BEFORE | {UNNAMED}:
-            found[_cause(name)] += spent.long_ns
-    return {cause: ns for cause, ns in found.items() if ns > 0}
+    return found
 
 
 def _cause(name: str) -> str:
@@ -84,6 +109,11 @@ def _cause(name: str) -> str:
     if name in _WAITS:
         return NOT_SEEN
     return _OUTSIDE[BubbleKind.GROUP] if "group" in name or name == "all ranks" else name
+
+
+def _long(record: RankRecord) -> Bubbles:
+    bubbles = seen(record).bubbles
+    return _those(bubbles, bubbles.duration >= LONG_NS)
 
 
 def _those(bubbles: Bubbles, chosen: np.ndarray) -> Bubbles:

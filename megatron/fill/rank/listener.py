@@ -71,12 +71,13 @@ class RankListener:
         self._least_bytes: dict[int, int] = {}  # least free memory in each bubble since the latest update of the board
         self._known_bytes: dict[int, int] = {}  # the same of the latest update in which each bubble was there
         self._shown_bytes = 0  # least free memory of any bubble on the board
-        self._show_at = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
+        self._show_at = self._first_show = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
         self.iteration = 0
         self.moved_ns = 0  # time at which an iteration last ended, or a schedule last began
         self.watch: StillnessWatch | None = None  # stopped in ``finish``
         self._iteration_start_ns = 0
         self._iterations_seen = 0
+        self._evaluated = 0  # number of schedules of evaluations before the first iteration
         self._blocks = Blocks(predictor.rule.warmup, paired_blocks, lambda: self.control.settled)
         self._last_settling = 0  # the latest iteration after the warm-up in which jobs were not settled
         self._forward_only = False
@@ -92,6 +93,9 @@ class RankListener:
         self.iteration = iteration
         self._forward_only = False
         self._iteration_start_ns = now_ns
+        if self._evaluated:
+            self._evaluated, self._show_at = 0, self._first_show
+            self._recent_ns.clear()
         self._iterations_seen += 1
         begun = self._blocks.begun
         self._blocks.iteration_started()
@@ -147,14 +151,14 @@ class RankListener:
         for index, free_bytes in now.items():
             least[index] = min(free_bytes, least.get(index, free_bytes))
         now.clear()
-        if self._iterations_seen >= self._show_at:
+        if (self._iterations_seen or self._evaluated) >= self._show_at:
             self._show(board)
 
     def _show(self, board: CycleBoard) -> None:
         expected = self.predictor.expected()
         if not expected:  # the predictor is not warm: try again after the next iteration
             return
-        self._show_at = self._iterations_seen + _SHOW_EVERY
+        self._show_at = (self._iterations_seen or self._evaluated) + _SHOW_EVERY
         least_ns = self.predictor.rule.min_bubble_ns
         self._known_bytes |= self._least_bytes  # some bubbles are in half of the iterations only
         slots = [
@@ -167,6 +171,8 @@ class RankListener:
         self._least_bytes.clear()
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
+        if key.forward_only and not self._iterations_seen:
+            self._evaluating_only(now_ns)
         self.moved_ns = now_ns
         self.predictor.cycle_started(key, now_ns, self._disturbed)
         # One evaluation does not disturb the next; only the training iteration after them differs from the others.
@@ -174,6 +180,19 @@ class RankListener:
         self._forward_only = key.forward_only
         if not key.forward_only:
             self.recorder.schedule = key
+
+    def _evaluating_only(self, now_ns: int) -> None:
+        """Take a schedule of an evaluation for an iteration: a training without any (``--skip-train``) has no other.
+
+        There is no brake then, since it compares iterations.
+        """
+        if self._evaluated:
+            self._recent_ns.append(now_ns - self.moved_ns)
+            if self.board is not None:
+                self._look(self.board)
+        self._evaluated += 1
+        self._disturbed = frozenset()  # by an evaluation before
+        self.filling = self.gate is not None and self._evaluated > self.predictor.rule.warmup
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         # An evaluation may have come before a save.
@@ -211,7 +230,7 @@ class RankListener:
             if not bubble.seq and not (rested and duration_ns >= _LEAST_OUTSIDE_NS):
                 return
         bubble.free_bytes = free_bytes = self.free_bytes() if self._promised_bytes is None else self._promised_bytes
-        if in_cycle and not bubble.forward_only:
+        if in_cycle and (self._evaluated or not bubble.forward_only):
             self._free_bytes[bubble.index] = free_bytes
         self.recorder.bubble(bubble)
 

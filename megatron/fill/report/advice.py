@@ -30,6 +30,10 @@ class Unfilled(Enum):
         "bubbles are open to jobs after {warmup} iterations (warmup_iterations), and of no start of the "
         "training more than {most} were recorded; {then}"
     )
+    EVALUATED_LITTLE = (
+        "a training without iterations (--skip-train) has bubbles in evaluations only, which are open to jobs after "
+        "{warmup} batches (warmup_iterations); more --eval-iters help"
+    )
     PAUSED = "pipefill pause or kill was on whenever bubbles could have been filled; pipefill resume ends it"
     FAILED = "of {jobs} none ended well or goes on; the reasons are above"
     NOT_STARTED = "of {jobs} none was started. The reasons are above; where it is that no rank was free, {then}"
@@ -57,17 +61,20 @@ def cause(report: Report) -> Unfilled | None:
     total = report.total
     if not any(segment.store for segment in report.segments) or total.steps:
         return None
-    if not total.iterations:
-        return Unfilled.NOTHING_RECORDED
     filled_s = total.fillable_s + total.settling_s
-    if not sum(total.bubble_s.values()) and not filled_s:
-        return Unfilled.ONE_STAGE if len(report.stages) == 1 else Unfilled.NO_BUBBLES
+    bubble_s = total.bubble_s if total.iterations else total.evaluation_bubble_s
+    if not sum(bubble_s.values()) and not (filled_s and total.iterations):
+        if len(report.stages) == 1:
+            return Unfilled.ONE_STAGE
+        return Unfilled.NO_BUBBLES if total.iterations else Unfilled.NOTHING_RECORDED
     if not report.jobs:
         return Unfilled.NO_JOBS
     return _of_jobs(report) if filled_s else _never_open(report)
 
 
 def _never_open(report: Report) -> Unfilled:
+    if not report.total.iterations:
+        return Unfilled.PAUSED if report.total.predicted_bubbles else Unfilled.EVALUATED_LITTLE
     if all(segment.warmup is None or segment.iterations <= segment.warmup for segment in report.segments):
         return Unfilled.WARMING_UP
     return Unfilled.BRAKED if any(rank.brakes for rank in report.ranks) else Unfilled.PAUSED
@@ -105,7 +112,8 @@ def advice(report: Report) -> str:
 
 def _figures(report: Report) -> dict[str, str]:
     last = report.segments[-1]
-    longest = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
+    cycles = [cycle.training if report.total.iterations else cycle.evaluation for cycle in report.cycle]
+    longest = max((bubble.median_ms for cycle in cycles for bubble in cycle), default=0.0)
     attempts = sum(len(job.attempts) for job in report.jobs)
     return {
         "iterations": counted(report.total.iterations, "iteration"),

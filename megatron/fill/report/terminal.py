@@ -97,9 +97,9 @@ def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
         took = "" if cycle.iteration_ms is None else f": iterations of {cycle.iteration_ms:.1f} ms"
         if cycle.training:
             console.print(_cycle_table(f"Bubbles of {where}{took}", cycle.training), "")
-        elif cycle.iteration_ms is None:
+        elif cycle.iteration_ms is None and not cycle.evaluation:
             console.print(f"{where} has written no iteration down", highlight=False)
-        else:
+        elif cycle.iteration_ms is not None:
             console.print(f"{where} had no bubbles{took}", highlight=False)
         if cycle.evaluation:
             console.print(_cycle_table(f"Evaluation bubbles of {where}", cycle.evaluation), "")

@@ -8,7 +8,7 @@ from megatron.fill.account import Spent
 from megatron.fill.records.account import AccountRecord
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, Lack, RankInfo, RankRecord, WorkerRecord
 from scripts.benchmarks.bench_idle import shares
-from scripts.benchmarks.idle_causes import causes_of
+from scripts.benchmarks.idle_causes import bubble_causes, causes_of
 
 MS = 1_000_000
 FILL, DRAIN, SAVE = BubbleKind.FILL, BubbleKind.DRAIN, BubbleKind.SAVE
@@ -81,3 +81,18 @@ def test_causes_that_round_to_nothing_are_not_printed():
 @pytest.mark.parametrize("name", ["start-up", "load", "unnamed", "optimizer"])
 def test_what_is_no_idle_time_of_iterations_does_not_count(name):
     assert causes_of(RankRecord(INFO, [], [], []), [], AccountRecord(0, 0, 2, 10, True, {name: Spent(5, 5, 1)})) == {}
+
+
+def test_bubbles_of_one_kind_are_apart():
+    bubbles = [
+        bubble(1, 10, filling=False, kind=DRAIN),
+        bubble(2, 20, seq=1, predicted_ms=20),
+        bubble(3, 30, seq=2, predicted_ms=30, kind=DRAIN),
+        bubble(4, 40, filling=False, kind=DRAIN),
+        bubble(4, 7, filling=False),
+    ]
+    uses = (use(1, 15, 2, 20), use(2, 24, 3, 30))
+    worker = WorkerRecord("job", 0, 1, 0.0, sum(its.harvested_ns for its in uses), 0, 0.0, uses)
+    its = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker], DRAIN)
+    ms = {cause: ns / MS for cause, ns in its.items() if ns}
+    assert ms == {"warm-up": 10, "filled": 24, "runtime": 6, "probes": 40}

@@ -18,6 +18,7 @@ from tests.support.fakes import FakeGate
 
 MS = 1_000_000
 KEY = CycleKey("1f1b", 4)
+EVALUATION = CycleKey("1f1b", 4, forward_only=True)
 INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
 
 
@@ -55,6 +56,23 @@ def test_filling_starts_after_the_warmup_and_leaves_short_bubbles_alone():
     assert [bubble.seq for bubble in bubbles] == [0, 0, 0, 0, 1, 0, 2, 0]
     assert [bubble.predicted_ns for bubble in bubbles[4:6]] == [20 * MS, MS // 2]
     assert bubbles[-1].free_bytes == 7
+
+
+def test_evaluations_of_a_training_without_iterations_are_filled_after_as_many_schedules():
+    board = CycleBoard()
+    listener = make(FakeGate(), board=board)
+    drive = Drive(listener)
+    for _ in range(4):
+        drive.cycle(20, key=EVALUATION)
+        drive.now_ns += 5 * MS
+    bubbles = listener.recorder.bubbles
+    assert [(bubble.filling, bubble.seq) for bubble in bubbles] == [(False, 0), (False, 0), (True, 1), (True, 2)]
+    assert all(bubble.forward_only for bubble in bubbles)
+    shown = CycleBoardReader(board.reader_fd()).read()
+    assert shown is not None
+    assert (shown.period_ns, shown.slots) == (25 * MS, (BubbleSlot(BubbleKind.INTERIOR, 20 * MS, 7),))
+    drive.iteration(20)  # it begins with its own warm-up
+    assert not bubbles[-1].filling
 
 
 class Deadlines(FakeGate):

@@ -63,13 +63,14 @@ def idle(
 
 
 NO_BUBBLES = dict.fromkeys(WHOLE.total.bubble_s, 0.0)
+NOTHING: dict[str, Any] = {"iterations": 0, "evaluation_bubble_s": NO_BUBBLES}
 ONE_STAGE = report_of([replace(RANKS[0], bubbles=[], info=replace(RANKS[0].info, stages=1))], [], JOBS)
 
 
 @pytest.mark.parametrize(
     ("report", "found", "said"),
     [
-        (idle(iterations=0), Unfilled.NOTHING_RECORDED, "no rank has written an iteration down"),
+        (idle(**NOTHING), Unfilled.NOTHING_RECORDED, "no rank has written an iteration down"),
         (idle(bubble_s=NO_BUBBLES, fillable_s=0), Unfilled.NO_BUBBLES, "no bubble was seen in 10 iterations"),
         (
             idle(bubble_s=NO_BUBBLES, fillable_s=0).model_copy(update={"stages": ONE_STAGE.stages}),
@@ -81,6 +82,11 @@ ONE_STAGE = report_of([replace(RANKS[0], bubbles=[], info=replace(RANKS[0].info,
             idle(fillable_s=0, segments=[{"iterations": 4}, {"iterations": 5}]),
             Unfilled.WARMING_UP,
             "after 5 iterations (warmup_iterations), and of no start of the training more than 5 were recorded",
+        ),
+        (
+            idle(fillable_s=0, iterations=0, predicted_bubbles=0),
+            Unfilled.EVALUATED_LITTLE,
+            "(--skip-train) has bubbles in evaluations only, which are open to jobs after 5 batches",
         ),
         (idle(fillable_s=0, braked=True), Unfilled.BRAKED, "the automatic brake was on"),
         (idle(fillable_s=0), Unfilled.PAUSED, "pipefill pause or kill was on"),
@@ -137,13 +143,23 @@ def test_what_helps_depends_on_whether_the_training_goes_on():
     going = {"ending": SegmentEnding.RUNNING}
     assert advice(idle(jobs=[job()])).endswith("where it is that no rank was free, a longer training helps")
     assert advice(idle(jobs=[job()], segments=[going])).endswith("the training goes on")
-    assert advice(idle(iterations=0)).endswith("the training was over before")
-    assert advice(idle(iterations=0, segments=[going])).endswith("ask again later")
+    assert advice(idle(**NOTHING)).endswith("the training was over before")
+    assert advice(idle(**NOTHING, segments=[going])).endswith("ask again later")
+
+
+def test_evaluations_alone_are_advised_as_iterations_are():
+    alone = idle({TimeUse.NO_JOB: 9, TimeUse.LITTLE_TIME: 3}, iterations=0)
+    assert (cause(alone), "are of 10.0 ms" in advice(alone)) == (Unfilled.LONG_STEPS, True)
+    assert cause(idle(fillable_s=0, iterations=0)) is Unfilled.PAUSED
+    assert cause(idle(iterations=0, jobs=[job()])) is Unfilled.NOT_STARTED
+    one = idle(**NOTHING).model_copy(update={"stages": ONE_STAGE.stages})
+    assert cause(one) is Unfilled.ONE_STAGE
 
 
 def figures(report: Report) -> set[str]:
     """The numbers that a sentence about this report may name."""
-    longest = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
+    cycles = [cycle.training if report.total.iterations else cycle.evaluation for cycle in report.cycle]
+    longest = max((bubble.median_ms for cycle in cycles for bubble in cycle), default=0.0)
     counts = [report.total.iterations, len(report.jobs), sum(len(job.attempts) for job in report.jobs)]
     counts += [count for segment in report.segments for count in (segment.warmup or 0, segment.iterations)]
     return {f"{longest:.1f}", *(f"{count:,}" for count in counts), *map(str, counts)}
