@@ -38,11 +38,7 @@ def parse_bind(text: str) -> Bind:
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """The sandbox of a job.
-
-    Raises:
-        ValueError: ``without`` names an unknown layer.
-    """
+    """The sandbox of a job; ValueError if ``without`` names an unknown layer."""
 
     namespaces: tuple[str, ...] = ()  # namespaces to create, of ``enter.NAMESPACES``
     directory: str = "/"  # the job's own folder, which it may write

@@ -38,8 +38,12 @@ def take(path: str) -> int:
 
 def put(fd: int, path: str) -> None:
     """Mount the descriptor ``fd`` of ``take`` at ``path``, which is created if necessary, and close ``fd``."""
+    place = Path(path)
     try:
-        _make_place(Path(path), stat.S_ISDIR(os.fstat(fd).st_mode))
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            make = place.mkdir if stat.S_ISDIR(os.fstat(fd).st_mode) else place.touch
+            make()
         system_call(_MOVE_MOUNT, fd, b"", _AT_FDCWD, os.fsencode(path), _FROM_EMPTY_PATH)
     finally:
         os.close(fd)
@@ -62,13 +66,3 @@ def detach(path: str) -> None:
     """Unmount the latest mount at ``path``, even while it is in use; clones that were taken from it stay."""
     if libc.umount2(path.encode(), _MNT_DETACH):
         raise last_error(path)
-
-
-def _make_place(path: Path, folder: bool) -> None:
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if folder:
-        path.mkdir()
-    else:
-        path.touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import struct
@@ -71,11 +72,9 @@ def bar_powers() -> None:
     """Empty the bounding set: programs started from now on have no capability.  Call it before a change of user."""
     with contextlib.suppress(OSError):
         prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
-    number = 0
     with contextlib.suppress(OSError):  # the last one is reached, or it is not allowed: no_new_privs must then suffice
-        while True:
+        for number in itertools.count():
             prctl(_PR_CAPBSET_DROP, number)
-            number += 1
 
 
 def keep_powers(which: int) -> None:

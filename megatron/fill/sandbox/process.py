@@ -164,7 +164,10 @@ class SandboxedProcess:
             theirs.close()
             if self._sandbox.devices:
                 naming.answer(ours, proc, self._sandbox)
-            _tell(told_w, status=_reap_until(child))
+            reaped = 0
+            while reaped != child:  # also orphans come here
+                reaped, status = os.waitpid(-1, 0)
+            _tell(told_w, status=status)
         except BaseException as error:
             _tell_error(told_w, error)
         finally:
@@ -202,13 +205,6 @@ class SandboxedProcess:
             traceback.print_exc()
         finally:
             os._exit(code)  # threads that the job left behind must not keep the process
-
-
-def _reap_until(child: int) -> int:
-    while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == child:
-            return status
 
 
 def _tell(fd: int, **what: Any) -> None:

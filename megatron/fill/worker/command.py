@@ -85,11 +85,6 @@ class CommandRun:
                 command.signal(signal.SIGSTOP)
                 self._cut_ns = time.monotonic_ns()
 
-    def _continue(self, command: SandboxedProcess) -> None:
-        with self._lock:
-            if self.control.running:
-                command.signal(signal.SIGCONT)
-
     def _run_in_bubbles(self, command: SandboxedProcess) -> int | None:
         seq = 0
         self.log.phase = WorkerPhase.ASLEEP
@@ -126,7 +121,9 @@ class CommandRun:
                 latency_ns = now_ns - bubble.opened_ns - held_ns
             log.step_seq = seq
             log.phase = WorkerPhase.STEP
-            self._continue(command)
+            with self._lock:
+                if self.control.running:
+                    command.signal(signal.SIGCONT)
             self._wait(seq, end_ns, command)
             log.phase = WorkerPhase.PAUSE
             command.signal(signal.SIGSTOP)

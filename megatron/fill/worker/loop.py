@@ -89,22 +89,18 @@ class StepLoop:
 
     def fill(self, bubble: OpenBubble) -> bool:
         """Use one open bubble; True if the task finished in it."""
-        now_ns = self.clock()
+        self._held_ns = 0
         if self.pacer is not None:
             self.pacer.see(bubble)
-        if not (self.control.running and self._may_run(bubble)):
-            self._skip(bubble, now_ns)
-            return False
-        self._held_ns = 0
-        if not self._await_start(bubble):
-            self._skip(bubble, self.clock(), self._held_ns)
+        if not (self.control.running and self._may_run(bubble) and self._await_start(bubble)):
+            self._skip(bubble)
             return False
         held_before_ns = self._held_ns
         self._probing = not self._fits(bubble, self.clock())
         if self._probing:
             self._skipped += 1
             if self._held_ns or not self._may_probe(bubble):  # a step that was held back has a time, and was a bit late
-                self._skip(bubble, self.clock(), self._held_ns)
+                self._skip(bubble)
                 return False
         else:
             self._probe_after = self.probe_after
@@ -150,8 +146,8 @@ class StepLoop:
         patient = self._skipped < self.patience * after
         return not patient or self.pacer is None or self.pacer.is_long(bubble, self.clock())
 
-    def _skip(self, bubble: OpenBubble, now_ns: int, held_ns: int = 0) -> None:
-        use = BubbleUse(bubble.seq, -1, 0, 0, 0, now_ns, self._lack(bubble), held_ns)
+    def _skip(self, bubble: OpenBubble) -> None:
+        use = BubbleUse(bubble.seq, -1, 0, 0, 0, self.clock(), self._lack(bubble), self._held_ns)
         self.log.leave_bubble(use, bubble.alone)
 
     def _lack(self, bubble: OpenBubble, finished: bool = False) -> Lack:

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.control import AlwaysRunning, RunSwitch
@@ -79,10 +78,7 @@ class Turn:
     bubbles: int = 1  # number of bubbles that it ran in
 
 
-class TakesTurn(Protocol):
-    """The signature of ``Pacer.turn`` and ``at_once``."""
-
-    def __call__(self, what: str, must: bool = False) -> contextlib.AbstractContextManager[Turn]: ...
+type TakesTurn = Callable[..., contextlib.AbstractContextManager[Turn]]  # ``Pacer.turn`` or ``at_once``
 
 
 @contextlib.contextmanager

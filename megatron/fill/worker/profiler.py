@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,16 +36,15 @@ class MeasuringMachine(TaskMachine):
         self.nodes = task
         self.meter = meter
         self.exhausted = False  # its task has finished or failed, so another is needed
-        self._passes = 0
-        self._times: list[list[tuple[int, int]]] = []
+        self._times: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # duration in ns and bytes, by node
 
     def begin(self, configuration: Configuration) -> None:
         self.nodes.configure(configuration)
-        self._passes, self._times = 0, []
+        self._times.clear()
 
     def run_next_step(self) -> float:
         node = self.nodes.next_node
-        if node == 0 and self._passes == _PASSES:
+        if node == 0 and len(self._times[0]) == _PASSES:
             raise StopIteration
         self.meter.start()
         try:
@@ -53,10 +53,6 @@ class MeasuringMachine(TaskMachine):
             self.exhausted = True
             raise
         measured = self.meter.stop()
-        if node == 0:
-            self._passes += 1
-        if node >= len(self._times):
-            self._times.append([])
         self._times[node].append(measured)
         return 0.0  # work done while measuring does not count
 
@@ -66,14 +62,14 @@ class MeasuringMachine(TaskMachine):
         Raises:
             TaskError: the task ended before its first iteration did.
         """
-        names = self.nodes.node_names()
-        if len(self._times) != len(names):
+        names, measured = self.nodes.node_names(), [times for times in self._times.values() if times]
+        if len(measured) != len(names):
             raise TaskError(
-                f"{configuration}: the data ended after {len(self._times)} of the {len(names)} nodes of the first "
+                f"{configuration}: the data ended after {len(measured)} of the {len(names)} nodes of the first "
                 "iteration; expected at least one whole iteration to measure"
             )
         nodes = []
-        for name, times in zip(names, self._times, strict=True):
+        for name, times in zip(names, measured, strict=True):
             warm = times[1:] or times
             peak_bytes = max(memory for _, memory in times)
             nodes.append(NodeProfile(name, int(median(duration for duration, _ in warm)), peak_bytes))

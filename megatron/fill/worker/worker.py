@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megatron.fill.device.port import Limits
 from megatron.fill.display import mib
@@ -321,14 +321,10 @@ def main(parent: str, channel_fd: str, ahead: str, _run_dir: str, kind: Callable
     os.environ.update(spec.environment)
     code = kind(spec, fds[0], channel).run()
     end_descendants()  # without a process namespace, processes of the job may have become children of this one
-    _end_as(code)
-
-
-def _end_as(code: int) -> NoReturn:
-    """End this process with the job's exit status, or by the same signal if ``code`` is negative."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    if code < 0:  # this process ends by the same signal
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(max(code, 0))
