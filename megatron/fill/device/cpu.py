@@ -36,15 +36,19 @@ class HostLimiter:
         self.environment = {tree.MARK: name}
         self._name = name
         self._cap_bytes = limits.memory_bytes if cap_host_memory else None
-        self._cgroup = self._new_cgroup(home)
+        self._ending = contextlib.ExitStack()  # of what ``close`` releases, the latest first
+        self._cgroup: Cgroup | None = None
+        if home.path is not None:
+            try:
+                self._cgroup = Cgroup(home, name, self._cap_bytes, limits.processes)
+                self._ending.callback(self._cgroup.close)
+            except OSError as error:
+                logger.info("worker %s: no control group: %s", name, error)
         self.alive: list[tree.Process] = []  # living processes as of the latest look
         self._tree: tree.WorkerTree | None = None
         self._pids: set[int] = set()
         self._oom = OomLog()
-        self._ending = contextlib.ExitStack()  # of what ``close`` releases, the latest first
         self._ending.callback(self._oom.close)
-        if self._cgroup is not None:
-            self._ending.callback(self._cgroup.close)
         self.held_bytes = self.peak_bytes = 0
         self._exact_until_s = 0.0  # time until which the latest exact count is valid
 
@@ -108,15 +112,6 @@ class HostLimiter:
 
     def close(self) -> None:
         self._ending.close()
-
-    def _new_cgroup(self, home: CgroupHome) -> Cgroup | None:
-        if home.path is None:
-            return None
-        try:
-            return Cgroup(home, self._name, self._cap_bytes, self.limits.processes)
-        except OSError as error:
-            logger.info("worker %s: no control group: %s", self._name, error)
-            return None
 
     def _members(self) -> list[int]:
         return self._cgroup.processes() if self._cgroup is not None else []

@@ -26,9 +26,9 @@ Count = Annotated[int, Field(ge=1, le=MOST_AMOUNT)]
 _Prices = Annotated[Prices, AfterValidator(lambda prices: checked_prices(prices, "{main: 3.96, side: 0.18}"))]
 
 
-def _setting(default: Any, text: str, **limits: Any) -> Any:
-    """Return a setting's field; ``text`` is for docs/flags.md."""
-    return Field(default, description=text, **limits)
+def setting(default: Any, text: str, metavar: str | None = None, **limits: Any) -> Any:
+    """Return a setting's field, with its help text; ``metavar`` is for a flag that is no switch or choice."""
+    return Field(default, description=text, json_schema_extra={"metavar": metavar}, **limits)
 
 
 class _Section(BaseModel):
@@ -73,65 +73,65 @@ class UsersQuota(_Section):
 class SiteSettings(_Section):
     """Settings that a site decides once, and most users leave alone: policy, limits, and what PipeFill derives."""
 
-    user: Annotated[str, matching(r".*\S.*", "the name of a user")] | None = _setting(
+    user: Annotated[str, matching(r".*\S.*", "the name of a user")] | None = setting(
         None, "user that the jobs run as; needs root (default: nobody where the training is root's)"
     )
-    network: bool = _setting(False, "let jobs use the machine's network; else they have a localhost of their own")
-    strict: bool = _setting(
+    network: bool = setting(False, "let jobs use the machine's network; else they have a localhost of their own")
+    strict: bool = setting(
         False, "do not train at all where a layer of the sandbox cannot be built; else a message names it"
     )
-    allow: tuple[Annotated[str, matching(r".*\S.*", "a pattern such as 'package.*'")], ...] = _setting(
+    allow: tuple[Annotated[str, matching(r".*\S.*", "a pattern such as 'package.*'")], ...] = setting(
         (),
         "list of patterns: run only tasks whose module:Class matches one of them, such as 'megatron.fill.sidetask.*'; "
         "the word command stands for commands, env:NAME for a variable that tasks may set (default: everything)",
     )
-    max_processes: int = _setting(
+    max_processes: int = setting(
         256, "processes and threads of a job; one with more is stopped as FAILED", ge=8, le=MOST_AMOUNT
     )
-    max_files: int = _setting(1024, "open files of each process of a job", ge=64, le=MOST_AMOUNT)
-    max_output_mib: Above0 = _setting(
+    max_files: int = setting(1024, "open files of each process of a job", ge=64, le=MOST_AMOUNT)
+    max_output_mib: Above0 = setting(
         64.0, "output of a job in MiB; one that prints more is stopped as FAILED, its first and last 512 KiB are kept"
     )
-    grace_ms: Above0 = _setting(500.0, "time that a step may run on after its bubble before its process is paused")
-    max_overruns: Count = _setting(
+    grace_ms: Above0 = setting(500.0, "time that a step may run on after its bubble before its process is paused")
+    max_overruns: Count = setting(
         3, "steps that may run on for longer than grace_ms before the job is stopped as FAILED"
     )
-    lease_seconds: float = _setting(
+    lease_seconds: float = setting(
         30.0, "time that the store keeps a job for a silent agent", ge=1, le=MOST_AMOUNT, allow_inf_nan=False
     )
-    warmup_iterations: Count = _setting(5, "iterations in which a bubble is observed before it is filled")
-    guard_us: Amount | None = _setting(
+    warmup_iterations: Count = setting(5, "iterations in which a bubble is observed before it is filled")
+    guard_us: Amount | None = setting(
         None, "time kept free at the end of every predicted bubble (default: 2000 on a time-sliced GPU, else 0)"
     )
-    min_bubble_us: Amount | None = _setting(
+    min_bubble_us: Amount | None = setting(
         None, "shortest predicted bubble that is filled (default: 5000 on a time-sliced GPU, else 1000)"
     )
-    baseline_seconds: Amount = _setting(
+    baseline_seconds: Amount = setting(
         0.0,
         "time after the last iteration for which each rank's jobs run alone, to measure the fill efficiency; on the "
         "CPU the ranks of a node take turns",
     )
-    price: _Prices | None = _setting(
+    price: _Prices | None = setting(
         None,
         "{main: M, side: S}: what an hour costs, in any currency, for the saving in the report: of all that the "
         "training runs on, and of one of the cheaper devices that the jobs would otherwise run on",
     )
-    metrics: Metrics | None = _setting(
+    metrics: Metrics | None = setting(
         None,
         "a port: each node then answers GET /metrics there, for Prometheus, on 127.0.0.1 only; or {port: P, address: "
         "0.0.0.0, token_file: FILE}, which answers to requests with the bearer token in that file (docs/operate.md)",
     )
-    dcgm_job_mapping: Annotated[str, matching(r"/.*", "the absolute path of a folder")] | None = _setting(
+    dcgm_job_mapping: Annotated[str, matching(r"/.*", "the absolute path of a folder")] | None = setting(
         None,
         "the folder that dcgm-exporter reads with --hpc-job-mapping-dir: while a job runs on a GPU, its name is in the "
         "GPU's file there, so that power and activity are labelled by job (docs/operate.md)",
     )
-    quota: UsersQuota | None = _setting(
+    quota: UsersQuota | None = setting(
         None,
         "{jobs: N, device_hours: H, days: D}: the most that the jobs of each user may take of the store's trainings: N "
         "that run at a time, H device-hours in D days (30); the others wait, and say so",
     )
-    trace_iterations: Count = _setting(3, "last iterations that trace.json holds")
+    trace_iterations: Count = setting(3, "last iterations that trace.json holds")
 
     @property
     def users_quota(self) -> Quota | None:

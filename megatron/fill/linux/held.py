@@ -56,8 +56,15 @@ class HeldMemory:
     """
 
     def __init__(self, pid: int) -> None:
-        self._memory_fd = _own_memory_files(pid)
-        self._sockets = f"/proc/{pid}/net/sockstat" if _has_own_network(pid) else ""
+        self._memory_fd: int | None = None  # the worker's own file system in memory: its ``/tmp`` and ``/dev/shm``
+        with contextlib.suppress(OSError):
+            place = f"/proc/{pid}/root/dev/shm"
+            if os.stat(place).st_dev != os.stat("/dev/shm").st_dev:
+                self._memory_fd = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._sockets = ""  # counts those of the worker's own network
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino:
+                self._sockets = f"/proc/{pid}/net/sockstat"
         self._kept_files: tuple[int, ...] = ()  # inodes of the files in memory that were counted last
 
     def count(self, pids: Collection[int]) -> Held:
@@ -140,21 +147,6 @@ class HeldMemory:
             elif counts and name == b"Pss":
                 total += 1024 * int(value.split()[0])
         return total
-
-
-def _own_memory_files(pid: int) -> int | None:
-    """A descriptor of the process's own file system in memory, its ``/tmp`` and ``/dev/shm``; None if it has none."""
-    with contextlib.suppress(OSError):
-        place = f"/proc/{pid}/root/dev/shm"
-        if os.stat(place).st_dev != os.stat("/dev/shm").st_dev:
-            return os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    return None
-
-
-def _has_own_network(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
-    return False
 
 
 def _beyond(count: int, free: int, bytes_each: int) -> int:
