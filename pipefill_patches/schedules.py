@@ -98,10 +98,6 @@ def _gpipe(schedule: Call, /, **kwargs: Any) -> Any:
         module.P2PCommunicator = communicator_class
 
 
-def _install_gpipe(stack: contextlib.ExitStack) -> None:
-    around(stack, *PLAIN.resolve(), _gpipe)
-
-
 @functools.cache
 def _all_forwards_first(base: type, microbatches: int) -> type:
     """Return a communicator class that reports a pipeline so deep that 1F1B's warm-up has every forward.
@@ -116,4 +112,4 @@ def _all_forwards_first(base: type, microbatches: int) -> type:
     return type("AllForwardsFirst", (base,), {"total_stages": property(total_stages)})
 
 
-GPIPE_PATCH = Patch("gpipe", _install_gpipe, (_DEPTH, _COMMUNICATOR))
+GPIPE_PATCH = Patch("gpipe", lambda stack: around(stack, *PLAIN.resolve(), _gpipe), (_DEPTH, _COMMUNICATOR))

@@ -9,8 +9,8 @@ or too large is read as 0, and a bubble or step with impossible values is left o
 from __future__ import annotations
 
 import mmap
+import struct
 import time
-from array import array
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -60,6 +60,7 @@ class Saving(IntEnum):
 
 
 _USES, _USE_FIELDS = 65_536, 8
+_USE = struct.Struct(f"={_USE_FIELDS}q")
 _STEPS = 8_192
 _HEADER = 64
 _WORD_AT = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
@@ -266,9 +267,8 @@ class StepLog:
             return
         words[_HARVESTED] += use.harvested_ns
         count = words[_USE_COUNT]
-        at = count % _USES * _USE_FIELDS
         row = use.seq, use.latency_ns, use.harvested_ns, use.overrun_ns, use.steps, use.left_ns, use.lack, use.held_ns
-        self._uses[at : at + _USE_FIELDS] = memoryview(array("q", row))
+        _USE.pack_into(self._uses, count % _USES * _USE.size, *row)
         words[_USE_COUNT] = count + 1
 
     def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:

@@ -86,7 +86,9 @@ class BubblePredictor:
         shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule)
         shortest_ns = max(0, shortest_ns)
         if not self._learning:
-            shortest_ns = min(shortest_ns, self._shortest_after(kind, index))
+            # The shortest of the last ones in cycles disturbed like this one; 0 if there are too few of them.
+            last_ns = self._afters[*self._present, kind, index]
+            shortest_ns = min(shortest_ns, *last_ns) if len(last_ns) >= _FEWEST_AFTER else 0
             return Forecast(shortest_ns, fills=shortest_ns >= rule.min_bubble_ns)
         usual_ns = max(0, sum(ends_ns)) // CASES
         if not ends_ns or usual_ns < rule.min_bubble_ns:
@@ -120,11 +122,6 @@ class BubblePredictor:
                     step_ns = gain if gain < longest_ns else int(longest_ns)  # a longer one fills less than it runs on
             steps_ns.append(step_ns)
         return tuple(steps_ns) if count else ()
-
-    def _shortest_after(self, kind: BubbleKind, index: int) -> int:
-        """Return the shortest of the last bubbles at a position of cycles disturbed like this one; 0 if unknown."""
-        last_ns = self._afters[*self._present, kind, index]
-        return min(last_ns) if len(last_ns) >= _FEWEST_AFTER else 0
 
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """Return the bubbles of the present cycle with their low durations in ns; empty if the cycle is too new.
@@ -208,19 +205,14 @@ class _Cycle:
         if follows:
             self._periods.add(now_ns - self._start_ns, rule.window)
             self.period_ns = min(islice(reversed(self._periods.recent), ENOUGH_TO_PLAN))
-            self.scale_ns = self._scale_ns()
+            # Between its quantile p and its median lie log(log(1/p) / log(2)) scales.  The upper part is not used:
+            # occasional stalls of a training are not noise of its replicas.
+            self.scale_ns = self._periods.low()[1] / log(log(1 / _QUANTILE) / log(2))
         self._start_ns = now_ns
         if self.gains:
             self.gains.sort()
             self.most = max(self.gains, self._last, key=len)
             self._last, self.gains = self.gains, []
-
-    def _scale_ns(self) -> float:
-        """Return ``scale_ns``: between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.
-
-        The upper part is not used: occasional stalls of a training are not noise of its replicas.
-        """
-        return self._periods.low()[1] / log(log(1 / _QUANTILE) / log(2))
 
 
 class _Window:

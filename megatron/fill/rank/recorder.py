@@ -19,7 +19,7 @@ class Recorder:
     Args:
         trace_iterations: number of last iterations whose compute spans are drawn.
         path: the file for the rank's record; None to keep it in memory only.
-        kept_bubbles: largest number of bubbles that wait to be written; beyond it, older ones are added up.
+        kept_bubbles: largest number of bubbles that wait to be written; beyond it, the older half is added up.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Recorder:
     def bubble(self, bubble: Bubble) -> None:
         self.bubbles.append(bubble)
         if len(self.bubbles) >= self._kept_bubbles:
-            self._fold()
+            half = len(self.bubbles) // 2
+            self.bubbles[:half] = as_bubbles(add_up(self.bubbles[:half]))
 
     def record(self) -> RankRecord:
         """Return the part of the record that has not been written."""
@@ -78,8 +79,3 @@ class Recorder:
         self._spans.clear()
         self._spans.append([])  # an evaluation may follow
         return record
-
-    def _fold(self) -> None:
-        """Replace the older half of the bubbles by sums, to bound the memory of a long run."""
-        half = len(self.bubbles) // 2
-        self.bubbles[:half] = as_bubbles(add_up(self.bubbles[:half]))
