@@ -24,6 +24,7 @@ from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.ranked import MODEL_ERROR, parts, ranks
+from megatron.fill.wings.configure.rows import in_order
 from megatron.fill.wings.configure.search import Proposal, search
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -212,7 +213,9 @@ class Found:
     """What the search says: the place and the rank of the published layout, and the layout that is first.
 
     Attributes:
-        place_of_any: place if rows that differ in nothing but the number of virtual stages count once.
+        place: number of the row that has it, as the first or tied with that; None if none has.
+        place_alone: its place if each number of virtual stages had a row of its own.
+        named: the row names the published number of virtual stages first.
         over_first: by how much it is slower than the fastest; None if it does not fit by the accounting.
         more: what it has more of than the fastest, as shares of that one's time, by part.
         search_s: CPU time of the search.
@@ -220,7 +223,8 @@ class Found:
 
     published: Published
     place: int | None
-    place_of_any: int | None
+    place_alone: int | None
+    named: bool
     rank: int | None
     over_first: float | None
     more: dict[str, float]
@@ -232,7 +236,8 @@ class Found:
         """Its figures, and layouts as in ``_SHAPE``; no measured time."""
         shape, first = (" ".join(map(str, its)) for its in (self.published.shape, shape_of(self.first.parallel)))
         figures = {
-            name: getattr(self, name) for name in ("place", "place_of_any", "rank", "over_first", "more", "error")
+            name: getattr(self, name)
+            for name in ("place", "place_alone", "named", "rank", "over_first", "more", "error")
         }
         return {"shape": shape, "first": first, **figures, "search_s": round(self.search_s, 1)}
 
@@ -246,15 +251,16 @@ def find(one: Published, top: int = 40) -> Found:
     training, cluster = one.training(), one.cluster()
     links = cluster.links(Path())
     began_s = time.process_time()
-    found = search(training, cluster, links, top, error=MODEL_ERROR).proposals
+    rows = search(training, cluster, links, top, error=MODEL_ERROR).rows
     search_s = time.process_time() - began_s
-    times = sorted(its.iteration_s for its in found)
-    shapes = [shape_of(its.parallel) for its in found]
-    place = _place(one.shape, shapes)
-    own = found[place - 1] if place else _own(training, cluster, links, one.shape)
+    alone = in_order([its for row in rows for its in row], MODEL_ERROR, cluster.gpus_per_node)
+    fastest = min(alone, key=lambda its: its.iteration_s)
+    times = sorted(its.iteration_s for its in alone)
+    shapes = [[shape_of(its.parallel) for its in row] for row in rows]
+    place = next((at for at, row in enumerate(shapes, 1) if one.shape in row), None)
+    own = _own(training, cluster, links, one.shape)
     rank, over_first, error, more = None, None, None, {}
     if own is not None:
-        fastest = min(found, key=lambda its: its.iteration_s)
         rank = ranks([its for its in times if its < own.iteration_s] + [own.iteration_s], MODEL_ERROR)[-1]
         over_first, error = own.iteration_s / times[0] - 1, own.iteration_s / one.measured_s - 1
         has, had = (asdict(parts(its, training, cluster, None)) for its in (own, fastest))
@@ -262,24 +268,15 @@ def find(one: Published, top: int = 40) -> Found:
     return Found(
         one,
         place,
-        _place(_of_any(one.shape), list(dict.fromkeys(map(_of_any, shapes)))),
+        next((at for at, its in enumerate(alone, 1) if shape_of(its.parallel) == one.shape), None),
+        place is not None and shapes[place - 1][0] == one.shape,
         rank if rank and rank <= len(times) else None,
         over_first,
         more,
         error,
-        found[0],
+        rows[0][0],
         search_s,
     )
-
-
-def _place(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> int | None:
-    return shapes.index(shape) + 1 if shape in shapes else None
-
-
-def _of_any(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a layout without its number of virtual stages."""
-    at = _SHAPE.index("chunks")
-    return shape[:at] + shape[at + 1 :]
 
 
 def _own(training: Training, cluster: Cluster, links: Links, shape: Sequence[int]) -> Proposal | None:
@@ -316,7 +313,8 @@ def _print(its: Found) -> None:
     best, parallel = its.first, its.first.parallel
     recompute = "" if parallel.recompute is Recompute.NONE else f" {parallel.recompute.value}"
     print(
-        f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4} {its.place_of_any or '-':>4} "
+        f"  {its.published.name:<46} {its.published.shape!s:<20} {its.place or '-':>4}{' ' if its.named else '~'} "
+        f"{its.place_alone or '-':>4} "
         f"{its.rank or '-':>4} {shown[0]} "
         f"{shown[1]} {its.more} first {shape_of(parallel)}{recompute} {best.iteration_s:.2f} s, "
         f"{best.peak_bytes / GIB:.0f} GiB; "
@@ -340,7 +338,8 @@ def _of(found: Sequence[Found]) -> dict[str, Any]:
     places: dict[str, list[int | None]] = {
         "recipes_in_first_five": [its.rank for its in found],
         "exactly_in_first_five": [its.place for its in found],
-        "but_for_virtual_stages": [its.place_of_any for its in found],
+        "named_in_first_five": [its.place if its.named else None for its in found],
+        "alone_in_first_five": [its.place_alone for its in found],
     }
     return {
         "expressible": len(found),

@@ -95,6 +95,27 @@ def test_configure_adds_what_full_recomputation_needs():
     assert "full" in run("--top", "1", flags=f"{FLAGS} --recompute-granularity full")
 
 
+def test_virtual_stages_that_tie_are_named_below_the_table(folder):
+    """Each layout has one row; the others that tie with it are all in the JSON."""
+    fixed = f"{FLAGS} --pipeline-model-parallel-size 4"
+    output = run("--top", "4", "--json", "o.json", flags=fixed)
+    assert max(map(len, output.splitlines())) <= 80
+    best = json.loads((folder / "o.json").read_text())["best"]
+    names = ("tp", "pp", "dp", "cp", "ep", "microbatch")
+    layouts = [[one["parallel"][name] for name in names] for one in best]
+    assert len(layouts) == 4 == len(set(map(tuple, layouts)))
+    said = " ".join(output.split())
+    assert any(row["tied"] for row in best)
+    for number, row in enumerate(best, 1):
+        chunks = {one["parallel"]["chunks"] for one in row["tied"]} - {row["parallel"]["chunks"]}
+        listed = f"row {number}: {', '.join(map(str, sorted(chunks)))}"
+        assert listed in said if chunks else listed not in said.partition("The best of")[0]
+        for one in row["tied"]:
+            assert [one["parallel"][name] for name in names] == [row["parallel"][name] for name in names]
+            assert one["iteration_s"] <= (1 + MODEL_ERROR) * row["iteration_s"]
+            assert {"flags", "order", "memory_bytes"} <= one.keys()
+
+
 def test_the_table_has_80_columns_with_large_figures_too():
     """GPUs have a column of their own where rows have different numbers of them."""
     large = CLUSTER | {"nodes": 256, "gpu": "b200", "price_per_gpu_hour": 4.5}
@@ -340,7 +361,7 @@ def test_layers_of_the_ends_hold(folder):
     run("--json", "o.json", flags=f"{layout} {ends} --micro-batch-size 1")
     best = json.loads((folder / "o.json").read_text())["best"]
     assert {one["parallel"]["first_layers"] for one in best} == {2}
-    assert {one["parallel"]["chunks"] for one in best} == {1, 2}
+    assert {one["parallel"]["chunks"] for row in best for one in (row, *row["tied"])} == {1, 2}
     assert both["iteration_s"] >= min(one["iteration_s"] for one in best)
     for wrong, said in {
         "--decoder-first-pipeline-num-layers 3": "first_layers is 3 and last_layers is None; expected them to leave",

@@ -9,7 +9,8 @@ import pytest
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.ranked import ERROR, parts, ranks, why
-from megatron.fill.wings.configure.search import search
+from megatron.fill.wings.configure.rows import layout_of, safer
+from megatron.fill.wings.configure.search import Proposal, search
 from megatron.fill.wings.configure.value import Valued
 
 FLAGS = (
@@ -32,20 +33,50 @@ def test_rows_within_the_error_are_ties(values, expected):
     assert ranks(values) == expected
 
 
-def test_of_experts_ties_that_leave_room_and_share_experts_out_in_a_node_come_first():
+EXPERTS = "--num-experts 16 --moe-router-topk 2 --moe-grouped-gemm --sequence-parallel --seq-length 4096"
+
+
+@pytest.mark.parametrize("more", ["", EXPERTS])
+def test_ties_that_leave_room_and_share_experts_out_in_a_node_come_first(more):
     fields = {"nodes": 2, "gpus_per_node": 4, "gpu": "a100-40gb", "memory": "12GiB", "network": "dgx-a100"}
-    cluster = Cluster.model_validate(fields)
-    experts = "--num-experts 16 --moe-router-topk 2 --moe-grouped-gemm --sequence-parallel --seq-length 4096"
-    training = read_flags([*FLAGS.split(), *experts.split()])
-    by_time, safest = (search(training, cluster, cluster.links(Path()), 400, error=its).proposals for its in (0.0, 0.3))
-    times = [one.iteration_s for one in by_time]
-    assert times == sorted(times)
-    ties = sum(its <= 1.3 * times[0] for its in times)
-    assert safest[ties:] == by_time[ties:]
-    keys = [(one.peak_bytes > 0.9 * one.room_bytes, -min(one.parallel.ep, 4), one.iteration_s) for one in safest[:ties]]
+    cluster = Cluster.model_validate(fields | ({} if more else {"memory": "3GiB", "memory_reserve": "64MiB"}))
+    training = read_flags([*FLAGS.split(), *more.split()])
+    error = 0.3 if more else 0.5
+
+    def rows(top: int) -> list[list[Proposal]]:
+        found = search(training, cluster, cluster.links(Path()), top, error=error).rows
+        return [list(row) for row in found]
+
+    found = rows(400)
+    fastest_s = min(one.iteration_s for row in found for one in row)
+    ties = [row for row in found if row[0].iteration_s <= (1 + error) * fastest_s]
+    others = [row[0].iteration_s for row in found[len(ties) :]]
+    assert found[: len(ties)] == ties
+    assert others == sorted(others)
+    # EP of 8 is over both nodes: a half of its exchange is between them
+    shared = {1: 1, 2: 2, 4: 4, 8: 2}
+    keys = [(one.peak_bytes > 0.9 * one.room_bytes, -shared[one.parallel.ep], one.iteration_s) for one, *_ in ties]
     assert keys == sorted(keys)
-    assert len({key[:2] for key in keys}) > 3  # some leave room and some do not
-    assert search(training, cluster, cluster.links(Path()), 2, error=0.3).proposals == safest[:2]
+    assert {key[0] for key in keys} == {False, True}
+    assert rows(2) == found[:2]
+    first, last = ties[0][0], ties[-1][0]
+    assert safer(first, last, 4) == "it leaves a tenth of the room free"
+    assert safer(last, first, 4) == ""
+
+
+def test_a_row_has_the_virtual_stages_that_tie():
+    """Of one layout, each within the error of the fastest; none of another row has its sizes."""
+    cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": 8, "gpu": "a100-80gb", "network": "dgx-a100"})
+    training = read_flags([*FLAGS.split(), "--pipeline-model-parallel-size", "4"])
+    alone = search(training, cluster, cluster.links(Path()), 100).rows
+    found = search(training, cluster, cluster.links(Path()), 100, error=0.1).rows
+    assert sorted(layout_of(row[0].parallel) for row in found) == sorted(layout_of(row[0].parallel) for row in alone)
+    assert any(len(row) > 1 for row in found)
+    for row in found:
+        assert len({layout_of(one.parallel) for one in row}) == 1
+        assert len({one.parallel for one in row}) == len(row)
+        times = [one.iteration_s for one in row]
+        assert max(times) <= 1.1 * min(times)
 
 
 def found(*layout: str) -> tuple[Valued, tuple[Training, Cluster, None]]:

@@ -104,14 +104,34 @@ def test_numbers_of_each_expert_are_made_smaller_one_after_the_other():
     assert small.forward_s - plain.forward_s <= 2 * 8 * 9e-6 < small.forward_s
 
 
+def flash_s(microbatch: int, ranks: int = 1) -> float:
+    """The forward pass of flash attention by hand: half of the scores, and half of a block's rows with all keys."""
+    rows = microbatch * LARGE.heads / ranks * LARGE.sequence / 2 + 128 * 128 / 2
+    return rows * 4 * LARGE.sequence * LARGE.head / (0.5 * A100.peak_flops)
+
+
 def test_flash_attention_computes_half_of_the_scores_and_moves_none():
     unfused, flash = (
         layer_parts(replace(LARGE, kernels=Kernels(flash=flash)), A100, ITS, 0.5)["core_attn"]
         for flash in (False, True)
     )
-    assert flash.forward_s == pytest.approx(LARGE.attention_flops(2) / A100.peak_flops)
+    assert flash.forward_s == pytest.approx(flash_s(2))
     assert unfused.forward_s > 2 * flash.forward_s
     assert unfused.backward_s > flash.backward_s == pytest.approx(2.5 * flash.forward_s)
+
+
+def test_heads_wider_than_128_channels_are_slower():
+    """Of as many operations in all, as SimuMax measured on A100 and B200."""
+    narrow, wide = (
+        replace(LARGE, heads=heads, channels=channels, kernels=Kernels(flash=True))
+        for heads, channels in ((48, 128), (32, 192))
+    )
+    assert narrow.attention_flops(64) == wide.attention_flops(64)
+    one, other = (
+        layer_parts(model, A100, replace(ITS, microbatch=64, global_batch=64 * 32), 0.5)["core_attn"]
+        for model in (narrow, wide)
+    )
+    assert one.forward_s / other.forward_s == pytest.approx(0.82, rel=0.01)
 
 
 def test_a_gpu_may_be_slower_at_its_clock_and_at_attention():
@@ -136,21 +156,24 @@ def test_context_parallel_ranks_add_up_what_the_parts_of_the_keys_give():
     """By hand: three quarters of the other rank's part is seen; sums are in single precision."""
     its = replace(ITS, cp=2)
     found = layer_parts(replace(LARGE, kernels=Kernels(flash=True)), A100, its, 0.5)["core_attn"]
-    attention_s = LARGE.attention_flops(2) / A100.peak_flops / 2
+    attention_s = flash_s(2, ranks=2)
     query_s = 2 * LARGE.sequence * LARGE.hidden / (A100.traffic * A100.memory_bandwidth)
     assert found.forward_s == pytest.approx(attention_s + 1.75 * 5 * query_s)
     assert found.backward_s == pytest.approx(2.5 * attention_s + 1.75 * 3 * 3 * query_s)
 
 
-def test_products_of_8_bit_numbers_take_half_and_the_making_of_these_numbers():
+@pytest.mark.parametrize(("per_tensor", "rate"), [(True, 2), (False, 1.8)])
+def test_products_of_8_bit_numbers_take_less_and_the_making_of_these_numbers(per_tensor, rate):
+    """With a scale for each block (MXFP8) they take more than with one for a tensor."""
     plain, small = (
-        layer_parts(replace(LARGE, kernels=Kernels(fp8=fp8)), A100, ITS, 0.5)["mlp"] for fp8 in (False, True)
+        layer_parts(replace(LARGE, kernels=Kernels(fp8=fp8, fp8_per_tensor=per_tensor)), A100, ITS, 0.5)["mlp"]
+        for fp8 in (False, True)
     )
     numbers = 2 * LARGE.sequence * (LARGE.hidden + LARGE.ffn)
     made_s = 3 * numbers / (A100.traffic * A100.memory_bandwidth)
     product_s = 2 * 2 * LARGE.sequence * LARGE.mlp_parameters / (0.5 * A100.peak_flops)
-    assert plain.forward_s - small.forward_s == pytest.approx(product_s / 2 - made_s)
-    assert plain.backward_s - small.backward_s == pytest.approx(product_s - made_s)
+    assert plain.forward_s - small.forward_s == pytest.approx(product_s * (1 - 1 / rate) - made_s)
+    assert plain.backward_s - small.backward_s == pytest.approx(2 * product_s * (1 - 1 / rate) - made_s)
 
 
 def test_recomputation_adds_the_forward_passes_of_what_it_names():

@@ -13,21 +13,27 @@ from megatron.fill.wings.configure.energy import Energy
 from megatron.fill.wings.configure.flags import Training
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.passes import Passes
+from megatron.fill.wings.configure.rows import in_rows
 from megatron.fill.wings.configure.search import Evaluator, Proposal, search
 from megatron.fill.wings.configure.space import divisors, padded
 from megatron.fill.wings.configure.value import Objective, Valued, valued
 from megatron.fill.wings.sim.values import FillKind
 
-_POOL = 4  # times as many of the fastest are valued as are asked for
+_POOL = 4  # times as many rows are valued as are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The best configurations, and how many there were; ``search.Found`` explains the counts."""
+    """The best configurations, in rows as ``search.Found`` has them, which explains the counts."""
 
-    best: tuple[Valued, ...]
+    rows: tuple[tuple[Valued, ...], ...]
     configurations: int
     timed: int
+
+    @property
+    def best(self) -> list[Valued]:
+        """The first of each row."""
+        return [row[0] for row in self.rows]
 
 
 def choose(
@@ -43,17 +49,17 @@ def choose(
     correction: Correction | None = None,
     error: float = 0.0,
 ) -> Choice:
-    """Return the best configuration by an objective.
+    """Return the best configurations by an objective.
 
-    On a measured network the ranks of each are put where the iteration is shortest; its order is searched for the
-    configurations that are best in the cluster's own order.  *combined* and *cost* choose among the fastest
-    ``4 * top`` of each number of nodes.
+    On a measured network the ranks of each row are put where the iteration of its first is shortest; its order is
+    searched for the rows that are best in the cluster's own order.  *combined* and *cost* choose among the first
+    ``4 * top`` rows of each number of nodes.
 
     Args:
         seed: seed of the annealing; ``moves`` is the number of moves tried for a configuration.
         passes: measured passes; None for the analytic model.
         correction: learned correction of the memory estimates.
-        error: by *main*, as ``search`` has it.
+        error: as ``search`` has it.
 
     Raises:
         ConfigError: nothing fits; the message names what excludes all.
@@ -63,38 +69,47 @@ def choose(
         sizes = divisors(cluster.nodes)[::-1]
     main = objective is Objective.MAIN
     pool = top if main else _POOL * top
-    found: list[Valued] = []
+    rows: list[tuple[Valued, ...]] = []
     configurations = timed = 0
     problem: ConfigError | None = None
     for nodes in sizes:
         gpus = nodes * cluster.gpus_per_node
         there = links if nodes == cluster.nodes else links.first(gpus)
         try:
-            its = search(training, cluster, there, pool, gpus, passes, correction, error if main else 0.0)
+            its = search(training, cluster, there, pool, gpus, passes, correction, error)
         except ConfigError as refused:
             problem = problem or refused
             continue
         configurations += its.configurations
         timed += its.timed
-        evaluator = Evaluator(training, cluster, there, passes, correction)
-        for one in its.proposals:
-            placed = one if cluster.measured is None else dedicated(evaluator, one, seed, moves)
-            found.append(valued(placed, kinds))
-    if not found:
+        found: Sequence[tuple[Proposal, ...]] = its.rows
+        if cluster.measured is not None:
+            evaluator = Evaluator(training, cluster, there, passes, correction)
+            placed = [one for row in found for one in dedicated(evaluator, row, seed, moves)]
+            found = in_rows(placed, error, cluster.gpus_per_node)
+        rows += (tuple(valued(one, kinds) for one in row) for row in found)
+    if not rows:
         assert problem is not None
         raise problem
     if not main:
-        found.sort(key=lambda one: one.net_gpu_s)
-    elif cluster.measured is not None:
-        found.sort(key=lambda one: one.proposal.iteration_s)
-    return Choice(tuple(found[:top]), configurations, timed)
+        rows = sorted((_by_net(row, error) for row in rows), key=lambda row: row[0].net_gpu_s)
+    return Choice(tuple(rows[:top]), configurations, timed)
 
 
-def dedicated(evaluator: Evaluator, proposal: Proposal, seed: int, moves: int) -> Proposal:
-    """With its ranks where annealing puts them: its best order by the timeline, or as it was."""
-    its, cluster = proposal.parallel, evaluator.cluster
+def _by_net(row: Sequence[Valued], error: float) -> tuple[Valued, ...]:
+    """Return a row with the one of least net GPU time first, and those that tie with it."""
+    ordered = sorted(row, key=lambda one: one.net_gpu_s)
+    return tuple(one for one in ordered if one.net_gpu_s <= (1 + error) * ordered[0].net_gpu_s)
+
+
+def dedicated(evaluator: Evaluator, row: Sequence[Proposal], seed: int, moves: int) -> list[Proposal]:
+    """With its ranks where annealing puts those of its first: each in its best order by the timeline, or as it was."""
+    its, cluster = row[0].parallel, evaluator.cluster
     model = padded(evaluator.training, its.tp)
     energy = Energy(model, cluster.gpu, cluster.efficiency, its, evaluator.links, evaluator.passes)
     orders = anneal(energy, its, cluster.gpus_per_node, seed, moves).orders
-    found = (evaluator.proposal(evaluator.iteration(its, order), order) for order in orders)
-    return min(filter(None, (proposal, *found)), key=lambda one: one.timeline.period_ns)
+    placed = []
+    for one in row:
+        found = (evaluator.proposal(evaluator.iteration(one.parallel, order), order) for order in orders)
+        placed.append(min(filter(None, (one, *found)), key=lambda its: its.timeline.period_ns))
+    return placed

@@ -9,6 +9,7 @@ from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training
 from megatron.fill.wings.configure.latency import stage_times
 from megatron.fill.wings.configure.passes import Passes
+from megatron.fill.wings.configure.rows import safer
 from megatron.fill.wings.configure.search import Proposal
 from megatron.fill.wings.configure.space import padded
 from megatron.fill.wings.configure.value import Valued
@@ -55,7 +56,7 @@ def parts(proposal: Proposal, training: Training, cluster: Cluster, passes: Pass
 
 
 def why(first: Valued, second: Valued, training: Training, cluster: Cluster, passes: Passes | None) -> str:
-    """Differences of one configuration to another: time by parts, memory, and fill work."""
+    """Differences of one configuration to another: time by parts, memory, and fill work; and what makes it safer."""
     one, other = (parts(each.proposal, training, cluster, passes) for each in (first, second))
     seconds = {
         "bubbles": one.bubbles_s - other.bubbles_s,
@@ -67,4 +68,7 @@ def why(first: Valued, second: Valued, training: Training, cluster: Cluster, pas
     named += [f"memory {gib:+.1f} GiB"] if abs(gib) >= _LEAST_GIB else []
     gpus = first.gpus_worth - second.gpus_worth
     named += [f"fill {gpus:+.2f} GPUs"] if abs(gpus) >= _LEAST_GPUS else []
-    return ", ".join(named) or "no difference"
+    said = ", ".join(named) or "no difference"
+    longer = first.proposal.iteration_s > second.proposal.iteration_s
+    reason = safer(first.proposal, second.proposal, cluster.gpus_per_node) if longer else ""
+    return f"{said}; tied in time, {reason}" if reason else said

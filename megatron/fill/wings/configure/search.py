@@ -1,16 +1,16 @@
 """The best configurations: all are bounded, and those that may be among the best are timed.
 
 ``search`` returns what timing every configuration would.  Configurations are taken in the order of their bound
-(``latency.bound_ns``), and once the bound exceeds the worst of the best that were timed, so do all that follow.
+(``latency.bound_ns``), and left out once it exceeds the worst of the best that were timed.
 In the same way, ``room.least_bytes`` drops only what cannot fit.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.bubbles import bubble_cycle, bubble_share
@@ -25,6 +25,7 @@ from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.overlap import recomputations
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.configure.room import Margins, least_bytes, margins, memory
+from megatron.fill.wings.configure.rows import in_rows, layout_of
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.mainjob.hardware import GIB, GpuKind
 from megatron.fill.wings.mainjob.memory import StageMemory
@@ -32,7 +33,6 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 
 _MEMORY = "memory"
-_ROOM_USED = 0.9  # of a GPU's room, by layouts of experts that come first; NVIDIA's published ones use up to 0.87
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,21 @@ class Found:
     """Result of a search.
 
     Attributes:
-        proposals: the best first.
+        rows: the best layouts first, as ``in_rows`` has them.
         configurations: number of configurations bounded, those that do not fit included.
         timed: number of them that were timed.
         excluded: number of them left out, by the constraint.
     """
 
-    proposals: tuple[Proposal, ...]
+    rows: tuple[tuple[Proposal, ...], ...]
     configurations: int
     timed: int
     excluded: Counter[str]
+
+    @property
+    def proposals(self) -> list[Proposal]:
+        """The first of each row."""
+        return [row[0] for row in self.rows]
 
 
 # Compute capabilities from which each of Transformer Engine's flash kernels is deterministic, and it has FP8.
@@ -235,11 +240,11 @@ def search(
     correction: Correction | None = None,
     error: float = 0.0,
 ) -> Found:
-    """The fastest configurations, ranks in the cluster's own order.
+    """The best layouts, each with its best numbers of virtual stages; ranks in the cluster's own order.
 
     Args:
-        error: share of the fastest's time by which others may be slower and come before it, with experts: see
-            ``safest``.
+        top: number of rows.
+        error: share of a time within which the order of two is not known; rows have what ties with their best.
         gpus: number of GPUs to use; None for all of the cluster.
         passes: measured passes; None for the analytic model.
         correction: learned correction of the memory estimates.
@@ -255,35 +260,26 @@ def search(
         bounded.append((bound_ns(times), number, times))
     bounded.sort(key=lambda one: one[:2])
     configurations = len(bounded) + excluded[_MEMORY]
-    best: list[tuple[int, int, Proposal]] = []
+    found: list[Proposal] = []
+    fastest: dict[tuple[int, ...], int] = {}  # time of each layout in ns
+    last_ns, tied = inf, 1 + error  # what a configuration of another layout has to be below
     timed = 0
-    tied = 1 + error if training.model.experts else 1.0
-    for least_ns, number, times in bounded:
-        if len(best) >= top and least_ns > max(best[top - 1][0], tied * best[0][0]):
-            break
+    for least_ns, _, times in bounded:
+        layout = layout_of(times.parallel)
+        own_ns = fastest.get(layout, inf)
+        if least_ns > (tied * own_ns if own_ns <= last_ns else last_ns):
+            continue
         timed += 1
         for one in _with_recompute(evaluator, times, excluded):
-            insort(best, (one.timeline.period_ns, number, one), key=lambda its: its[:2])
-    if not best:
+            found.append(one)
+            fastest[layout] = min(one.timeline.period_ns, fastest.get(layout, one.timeline.period_ns))
+        if len(fastest) >= top:
+            ordered = sorted(fastest.values())
+            last_ns = max(ordered[top - 1], tied * ordered[0])
+    if not found:
         raise ConfigError(_nothing(evaluator, excluded, gpus or cluster.gpus))
-    found = [one for _, _, one in best]
-    if tied > 1:
-        ties = sum(period_ns <= tied * best[0][0] for period_ns, *_ in best)
-        found[:ties] = safest(found[:ties], cluster)
-    return Found(tuple(found[:top]), configurations, timed, excluded)
-
-
-def safest(ties: Sequence[Proposal], cluster: Cluster) -> list[Proposal]:
-    """Return configurations whose order in time is not known, the safest first; equally safe ones as they are.
-
-    First are those that leave a tenth of the room free, as routing gives some ranks more tokens than the accounting
-    has; and of these, the ones with most of a node's ranks for different experts, which hold each expert fewer times.
-    """
-
-    def key(one: Proposal) -> tuple[bool, int]:
-        return one.peak_bytes > _ROOM_USED * one.room_bytes, -min(one.parallel.ep, cluster.gpus_per_node)
-
-    return sorted(ties, key=key)
+    rows = in_rows(found, error, cluster.gpus_per_node)[:top]
+    return Found(tuple(rows), configurations, timed, excluded)
 
 
 def _with_recompute(evaluator: Evaluator, times: Iteration, excluded: Counter[str]) -> Iterator[Proposal]:

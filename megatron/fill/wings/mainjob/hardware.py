@@ -101,10 +101,11 @@ def _check_positive(name: str, value: float) -> None:
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # sixteen lanes, in one direction
 _V100 = "NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2"
 # SimuMax's measured kernels.  B200 (configs/system/b200_bf16_ceperm.json): products reach 0.479 of the peak, weighted
-# by their operations, where busy processors of an A100 reach 0.78; attention, with half of its scores, 0.35.  A100
-# (configs/system/a100_pcie.json): attention 0.51.
-_SUSTAINED, _FLASH = 0.613, 0.73
-_A100_FLASH = 0.65
+# by their operations, where busy processors of an A100 reach 0.78; attention, with half of its scores and heads of 128
+# channels, 0.433 (``roofline`` says what is added for its last rows).  A100 (configs/system/a100_pcie.json): attention
+# 0.572.
+_SUSTAINED, _FLASH = 0.613, 0.906
+_A100_FLASH = 0.733
 # With more power for each GPU, more of it: as NVIDIA's published trainings of 405B, 235B and DeepSeek-V3 on 256 GPUs
 # have it (Megatron-Bridge's docs/performance-summary.md), where those on 256 B200 are right with B200's.
 _GB200_SUSTAINED, _GB300_SUSTAINED = 0.66, 0.82

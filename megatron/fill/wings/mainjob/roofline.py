@@ -24,6 +24,7 @@ from math import ceil
 from megatron.fill.pipeline.costs import StageCost
 from megatron.fill.wings.mainjob.analytic import cost_of, layers_again
 from megatron.fill.wings.mainjob.hardware import GpuKind
+from megatron.fill.wings.mainjob.kernels import Kernels
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from megatron.fill.wings.mainjob.tape import Sizes, sizes
@@ -46,7 +47,9 @@ _PART_PRODUCTS = 2  # of attention, and of the MLP or the experts
 # and of _EXPERT_KERNELS the norm before the router, it, and what counts and places tokens; the exchange is in none.
 _GRAPHED = {"attn": 9, "mlp": 7, "moe": 23, "moe_router": 6, "moe_preprocess": 5}
 _DENSE_PARTS, _ROUTED_PARTS = ("attn", "mlp"), ("attn", "moe", "moe_router", "moe_preprocess")
-_FP8_RATE = 2  # of 16-bit numbers', by the data sheets
+# Of 16-bit numbers': with one scale for a tensor by the data sheets; with one for each block (MXFP8) less, as NVIDIA's
+# 405B on as many GPUs and stages of GB200 takes 7.6% longer with it (Megatron-Bridge's docs/performance-summary.md).
+_FP8_RATE, _BLOCKS_RATE = 2, 1.8
 _LOSS_PASSES = 3  # over logits in single precision
 # Bytes moved more for each number that is made an 8-bit one and written twice: 4 if it is read for it, none if a norm
 # or an activation gives it, as with most inputs of products and one gradient of four; and 2 to find a scale first.
@@ -57,6 +60,13 @@ _QUANTIZED = 3
 # is made 8-bit numbers expert by expert (Transformer Engine's ``multi_tensor_quantize_impl``).
 _GROUPED_ROWS, _GROUPED_S = 200, 9e-6
 _ORDERED = 1.33  # times as long as other traffic takes: 0.50 of a B200's bandwidth (SimuMax's permutations, there too)
+# Flash attention shares rows of queries out in blocks of 128, and on average each of some 128 processors waits for half
+# of the last one, which has all keys: so it takes as long as with so many rows more that have half of them.  With it,
+# A100's kernels for 4 to 64 heads of 128 channels (configs/system/a100_pcie.json) are off by 1.7% on average, by 13%
+# without; B200's, for 4 to 128 heads, by 9% and 19%.  Heads with 192 channels for keys reach 0.82 of others' share, on
+# both.
+_LAST_ROWS = 128 * 128
+_WIDE, _WIDE_HEAD = 0.82, 128
 # Sides of a tile; the products of a sum that take as long as a tile's beginning and end; and the least of a part of a
 # sum, as processors share out long sums too.  With these, products reach 0.78 of an A100's peak while processors are
 # busy, and the 183 that SimuMax measured (configs/system/a100_pcie.json) are off by 3.6% on average; with one share for
@@ -143,7 +153,7 @@ def busy_share(processors: int, rows: float, columns: float, inner: float) -> fl
 @lru_cache(maxsize=16)  # all stages of a layout ask for them
 def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) -> Mapping[str, Part]:
     """Return a layer's parts: ``rest``, and those that selective recomputation may name; ``moe`` has ``moe_act``."""
-    roof, size = _roofline(gpu, its, efficiency, model.kernels.fp8), sizes(model, its)
+    roof, size = _roofline(gpu, its, efficiency, model.kernels), sizes(model, its)
     tokens = its.microbatch * model.sequence / its.cp
     dropout = 3 * size.residual + size.mask  # its input, the residual stream, and their sum
     rotated = 0.0 if model.positions else 2 * size.query + size.keys
@@ -182,9 +192,11 @@ def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float
     return parts
 
 
-def _roofline(gpu: GpuKind, its: Parallel, efficiency: float, fp8: bool = False) -> _Roofline:
+def _roofline(gpu: GpuKind, its: Parallel, efficiency: float, kernels: Kernels | None = None) -> _Roofline:
     numbers = its.precision.weight_bytes, its.precision.gradient_bytes
-    faster = _FP8_RATE if fp8 else 1.0
+    faster = 1.0
+    if kernels is not None and kernels.fp8:
+        faster = _FP8_RATE if kernels.fp8_per_tensor else _BLOCKS_RATE
     rate, bandwidth = gpu.peak_flops * efficiency * gpu.sustained, gpu.memory_bandwidth * gpu.traffic
     return _Roofline(rate, bandwidth, *numbers, faster, processors=gpu.processors)
 
@@ -212,11 +224,14 @@ def _core(model: ModelSpec, its: Parallel, roof: _Roofline, size: Sizes, flash: 
     """Return the attention's core: two products, and softmax and dropout of the scores between them.
 
     Flash attention computes the scores' unmasked half, once more in the backward pass (Dao 2023, arXiv 2307.08691,
-    section 4.1: 2.5 times the forward pass).
+    section 4.1: 2.5 times the forward pass), and ends with processors that wait for the last rows.
     """
     flops_s = model.attention_flops(its.microbatch) / (its.tp * its.cp * roof.rate)
     if model.kernels.flash:
-        return Part(flops_s / 2, 2.5 * flops_s / 2).times(1 / flash) + _joined(its, roof, size)
+        reached = flash * (_WIDE if model.head > _WIDE_HEAD else 1)
+        rows = model.heads / (its.tp * its.cp) * its.microbatch * model.sequence
+        forward_s = flops_s / 2 * (1 + _LAST_ROWS / rows) / reached
+        return Part(forward_s, 2.5 * forward_s) + _joined(its, roof, size)
     product_s = max(flops_s / 2, (size.scores + size.query + size.mixed) / roof.bandwidth)
     softmax = size.scores * (2 if model.kernels.fused_softmax else 6)  # scaled, masked and cast one by one if not fused
     dropout = 2 * size.scores + size.score_mask if model.attention_dropout else 0.0

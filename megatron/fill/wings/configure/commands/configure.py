@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,13 +65,14 @@ def configure(
 ) -> None:
     """Find the best layouts of a training on a cluster, before a GPU-hour is spent.
 
-    All layouts that Megatron starts and that fit the GPUs' memory are compared. BUBBLE SHARE is that of the GPUs' time,
-    FILL the number of GPUs that the jobs would need for the same work without bubbles. Rows of one rank (1=) differ by
-    less than predictions err. On a measured network, ranks are placed for the shortest iteration. With --profile,
-    passes take as long as in that run.
+    All layouts that Megatron starts and that fit the GPUs' memory are compared. A row has a layout with its best number
+    of virtual stages (VPP); others that tie with it are named below. BUBBLE SHARE is that of the GPUs' time, FILL the
+    number of GPUs that the jobs would need for the same work without bubbles. Rows of one rank (1=) differ by less than
+    predictions err; of these, ones that leave more memory free are first. On a measured network, ranks are placed for
+    the shortest iteration. With --profile, passes take as long as in that run.
 
     --json writes "configurations", "timed", the flags "ignored" and "least_known", and a list "best", each with its
-    layout, rank order, flags and figures.
+    layout, rank order, flags and figures, and with "tied": the same of its other numbers of virtual stages.
     """
     from rich.console import Console
 
@@ -212,11 +214,13 @@ def _write_json(path: Path, choice: Choice, cluster: Cluster, training: Training
     from megatron.fill.linux.files import write_text
     from megatron.fill.wings.configure.flags import layout_flags
 
-    best = []
-    for one in choice.best:
+    def entry(one: Valued) -> dict[str, Any]:
         its = one.proposal
-        entry = _figures(one) | {"cost": _cost(one, cluster), "parallel": asdict(its.parallel)}
-        best.append(entry | {"flags": layout_flags(its.parallel, training.model.predicted), "order": list(its.order)})
+        flags = layout_flags(its.parallel, training.model.predicted)
+        figures = _figures(one) | {"cost": _cost(one, cluster), "parallel": asdict(its.parallel)}
+        return figures | {"flags": flags, "order": list(its.order)}
+
+    best = [entry(row[0]) | {"tied": [entry(one) for one in row[1:]]} for row in choice.rows]
     data = {"configurations": choice.configurations, "timed": choice.timed, **_said(training), "best": best}
     write_text(path, json.dumps(data, indent=2) + "\n")
 
@@ -242,6 +246,12 @@ def _gib(its: Proposal) -> str:
     shown, low, high = (end / 2**30 for end in (its.peak_bytes, *its.interval_bytes))
     places = 1 if high < 100 else 0
     return f"{shown:.{places}f} ({low:.{places}f}-{high:.{places}f})"
+
+
+def _others(row: Sequence[Valued]) -> list[str]:
+    """Return the numbers of virtual stages of a row, but for that of its first."""
+    counts = sorted({one.proposal.parallel.chunks for one in row})
+    return [str(count) for count in counts if count != row[0].proposal.parallel.chunks]
 
 
 def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error: float) -> None:
@@ -273,7 +283,10 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80).print(table)
     if len(set(ranked)) < len(ranked):
-        print(f"= marks ties: rows within {error:.1%} of a rank's first, whose order is not known.")
+        print(f"= marks ties: rows within {error:.1%} of a rank's fastest, whose order is not known.")
+    named = [(number, ", ".join(_others(row))) for number, row in enumerate(choice.rows, 1)]
+    if others := [f"row {number}: {counts}" for number, counts in named if counts]:
+        Console(width=80, highlight=False).print(f"VPP that tie with a row's own: {'; '.join(others)}.")
     for number, one in enumerate(choice.best, 1):
         first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers
         if first is not None or last is not None:
