@@ -71,10 +71,8 @@ def read_account(folder: Path, rank: int) -> AccountRecord | None:
 def _read(path: Path) -> AccountRecord:
     content = next(read_lines(path, "account"))
     try:
-        spent = {name: Spent(**values) for name, values in content.pop("spent").items()}
-        traced = [Traced(*one) for one in content.pop("traced", ())]
-        del content["version"], content["kind"]
-        return AccountRecord(**content, spent=spent, traced=traced)
+        spent = {name: Spent(**values) for name, values in content["spent"].items()}
+        return AccountRecord(**content | {"spent": spent, "traced": [Traced(*one) for one in content["traced"]]})
     except (KeyError, TypeError, AttributeError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
 

@@ -64,7 +64,7 @@ def note(folder: Path, name: str, rank: int) -> bool:
 
 
 def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the head of a record and its lines, without a last line that was cut off.
+    """Yield the head of a record, without kind and version, and its lines, without a last one that was cut off.
 
     Args:
         but: name of a field; lines that begin with it are skipped.
@@ -80,12 +80,9 @@ def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]
             check(path, kind, first)
             yield first
             for number, text in enumerate(file, 2):
-                if skipped is not None and text.startswith(skipped):
-                    continue
-                try:
-                    yield _parse(path, number, text)
-                except NothingRecorded:
-                    return
+                if skipped is None or not text.startswith(skipped):
+                    with suppress(NothingRecorded):  # the last one
+                        yield _parse(path, number, text)
     except OSError as error:
         raise FillError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -103,9 +100,9 @@ def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
     return content
 
 
-def check(path: Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Raise FillError if the head of a record is that of another kind or version."""
-    if content.get("kind") != kind:
+def check(path: Path, kind: str, content: dict[str, Any]) -> None:
+    """Take kind and version off the head of a record; FillError if they are others."""
+    if content.pop("kind", None) != kind:
         raise FillError(f"{path}: is not the record of a PipeFill {kind}")
-    if content.get("version") != RECORD_VERSION:
-        raise FillError(f"{path}: has version {content.get('version')!r}; this PipeFill reads {RECORD_VERSION}")
+    if (version := content.pop("version", None)) != RECORD_VERSION:
+        raise FillError(f"{path}: has version {version!r}; this PipeFill reads {RECORD_VERSION}")

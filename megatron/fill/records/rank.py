@@ -13,15 +13,17 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
-from megatron.fill.records.files import append, head, line, note, read_lines
+from megatron.fill.records.files import NothingRecorded, append, head, line, note, read_lines
 from megatron.fill.records.tables import Table, as_columns, extend, names_of
-from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, Iteration, RankInfo, RankRecord, Span
+from megatron.fill.spec import typed
+from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, Iteration, RankInfo, RankRecord, Span
 
 logger = logging.getLogger("pipefill")
 
@@ -65,17 +67,12 @@ def _lines(part: RankRecord) -> list[_Line]:
         values = getattr(part, table)
         if values:
             content: dict[str, Any] = {table: as_columns(cls, values)}
-            if table == "iterations":
-                content |= _said(part)
+            if table == "iterations":  # with what is known beside the tables; a reader uses the last ones
+                content |= {"schedule": asdict(part.schedule)} if part.schedule else {}
+                content |= {"settled_after": part.settled_after} if part.settled_after else {}
             sums = add_up(values) if table == "bubbles" else Counter()
             made.append(_Line(table, line(content), sums, values[-1].iteration if table == "iterations" else 0))
     return made
-
-
-def _said(part: RankRecord) -> dict[str, Any]:
-    """Return the values outside the tables, as far as they are known; a reader uses the last ones."""
-    said = {} if part.schedule is None else {"schedule": asdict(part.schedule)}
-    return said | ({"settled_after": part.settled_after} if part.settled_after else {})
 
 
 def _held(lines: list[_Line], most_bytes: int) -> list[_Line]:
@@ -218,38 +215,31 @@ class RankWriter:
         self._kept = [("bubbles", len(total.data), total.sums), *kept]
 
 
-def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) -> RankRecord:
-    """Read the record of a rank as far as it is written.
+def read_rank(*paths: Path, spans: bool = True) -> RankRecord:
+    """Read the record of a rank as far as it is written: of one file, or of several that continue each other.
 
     Args:
         spans: False to skip the spans, which are half of the file and needed by pictures only.
-        before: an earlier part of the record, which comes first in the result.
 
     Raises:
-        NothingRecorded: the file has no complete line.
-        FillError: the file cannot be read, or is not a rank's record of this version.
+        NothingRecorded: no file has a complete line.
+        FillError: a file cannot be read, or is not a rank's record of this version.
     """
-    lines = read_lines(path, "rank", but="" if spans else "spans")
+    columns: dict[str, dict[str, list[Any]]]
+    columns = {table: {name: [] for name in names_of(cls)} for table, cls in _TABLES.items()}
+    said: dict[str, Any] = {}
     try:
-        first = next(lines)
-        info, lost = RankInfo(**first["info"]), int(first.get("lost_until", 0))
-        columns: dict[str, dict[str, list[Any]]]
-        columns = {table: {name: [] for name in names_of(cls)} for table, cls in _TABLES.items()}
-        schedule, settled = None, 0
-        if before is not None:
-            schedule, settled, lost = before.schedule, before.settled_after, max(lost, before.lost_until)
-            for table, cls in _TABLES.items():
-                extend(columns[table], cls, as_columns(cls, getattr(before, table)))
-        for content in lines:
-            for table, more in content.items():
-                if table == "schedule":
-                    schedule = CycleKey(**more)
-                elif table == "settled_after":
-                    settled = int(more)
-                else:
-                    extend(columns[table], _TABLES[table], more)
+        for path in paths:
+            with suppress(NothingRecorded):
+                for content in read_lines(path, "rank", but="" if spans else "spans"):
+                    said |= {name: value for name, value in content.items() if name not in _TABLES}
+                    for table in content.keys() & _TABLES:
+                        extend(columns[table], _TABLES[table], content[table])
+        if not said:
+            raise NothingRecorded(f"{', '.join(map(str, paths))}: no line is complete")
         columns["bubbles"]["kind"] = [_KINDS[kind] for kind in columns["bubbles"]["kind"]]
+        tables = {table: Table(cls, columns[table]) for table, cls in _TABLES.items()}
+        record: RankRecord = typed(RankRecord, said | tables)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
-    tables: dict[str, Any] = {table: Table(cls, columns[table]) for table, cls in _TABLES.items()}
-    return RankRecord(info=info, **tables, schedule=schedule, settled_after=settled, lost_until=lost)
+    return record

@@ -72,9 +72,8 @@ class Segment:
                 if match["behind"]:
                     its.behind = True
                 else:
-                    (its.seen if match["who"] == "rank" else its.running if match["running"] else its.ended).append(
-                        path
-                    )
+                    lists = {"rank": its.seen, "agent": its.running if match["running"] else its.ended}
+                    lists[match["who"]].append(path)
         for rank, more in (unwritten or {}).items():
             found.setdefault(rank, RankFiles()).add(more)
         return dict(sorted(found.items()))
@@ -107,17 +106,12 @@ class RankFiles:
 
     def record(self, spans: bool = True) -> RankRecord | None:
         """Return the rank's record (``read_rank``), with or without ``spans``; None if it left none."""
-        record = None
-        for path in self.seen:
-            with suppress(NothingRecorded):
-                record = read_rank(path, spans, record)
-        return record
+        with suppress(NothingRecorded):
+            return read_rank(*self.seen, spans=spans)
+        return None
 
     def attempts(self, steps: bool = True) -> Attempts:
-        """Return the attempts at jobs on this rank in the order in which they ended, then those without a recorded end.
-
-        They are read by ``read_agent``, with or without ``steps``.
-        """
+        """Return the attempts on this rank (``read_agent``), those with an end in its order, then those without one."""
         ended = sorted(_read(self.ended, steps), key=lambda one: one[0].ended_s)
         known = {(job.directory, job.attempt) for job, _ in ended}
         running = self.running_attempts(steps)
@@ -216,7 +210,6 @@ def _segment(folder: Path, number: int) -> Segment | None:
         if not path.exists():
             return None
         content = next(read_lines(path, "segment"))
-        del content["version"], content["kind"]
         if content["ended_s"] is None:
             content["ending"] = _unsaid(folder)
         segment: Segment = typed(Segment, content | {"folder": folder, "number": number})

@@ -74,7 +74,8 @@ def test_it_is_written_down_and_read(tmp_path: Path) -> None:
     record = replace(synthetic_run()[0][0], settled_after=5)
     write_rank(tmp_path / "rank0.jsonl", record)
     assert read_rank(tmp_path / "rank0.jsonl") == record
-    assert read_rank(tmp_path / "rank0.jsonl", before=record).settled_after == 5
+    write_rank(tmp_path / "more.jsonl", replace(record, settled_after=0))
+    assert read_rank(tmp_path / "rank0.jsonl", tmp_path / "more.jsonl").settled_after == 5
 
 
 def test_what_passed_before_is_in_no_ratio():
