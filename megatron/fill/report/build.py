@@ -79,7 +79,7 @@ class ReportBuilder:
         why = ""
         for number, record, workers, unknown in parts:
             saw = seen(record)
-            self._count(part_of(number, saw, workers, known=not unknown), tally)
+            self._count(part_of(saw, workers, known=not unknown), tally, self.segments[number])
             self.segments[number].lost_until = max(self.segments[number].lost_until, record.lost_until)
             brakes += record.brakes
             why = unknown or why
@@ -89,14 +89,13 @@ class ReportBuilder:
             self._ranks.append(_rank(last.info, tally, brakes, why))
             self._cycles.append(bubble_cycle(last))
 
-    def _count(self, part: RankPart, of_rank: Tally) -> None:
+    def _count(self, part: RankPart, of_rank: Tally, sums: SegmentSums) -> None:
         stage, ranks = self._stages.setdefault(part.info.stage, (Tally(), set()))
         ranks.add(part.info.rank)
         for tally in (of_rank, stage, self._total):
             tally.add(part)
-        sums = self.segments[part.segment]
         sums.infos.append(part.info)
-        sums.harvested[part.info.rank] = part.harvested
+        sums.harvested[part.info.rank] = part.figures.harvested
         sums.filled[part.info.rank] = part.filled
         its = part.iterations
         sums.iterations[part.info.rank] = len(its.number)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from operator import add
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron.fill.records.agent import forgets
 from megatron.fill.records.tables import column
 from megatron.fill.report.seen import KINDS, Bubbles, IterationTimes, Seen
 from megatron.fill.report.timeuse import TimeUse, time_use, time_use_unknown
-from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, WorkerRecord
+from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +32,46 @@ class JobWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures that add up over ranks and segments; times in nanoseconds."""
+
+    bubbles: Counter[BubbleKind] = field(default_factory=Counter)  # bubble time in completed training iterations
+    evaluation: Counter[BubbleKind] = field(default_factory=Counter)  # bubble time in evaluations
+    fillable: int = 0  # bubble time with filling on, after jobs had settled
+    settling: int = 0  # the same while jobs of some rank still set themselves up
+    harvested: int = 0  # time in steps inside fillable bubbles
+    known: int = 0  # ``fillable`` of the ranks whose workers' records are complete
+    known_harvested: int = 0  # ``harvested`` of these
+    unknown: int = 0  # number of the others
+    outside: Counter[BubbleKind] = field(default_factory=Counter)  # all time in waits outside the pipeline
+    outside_fillable: Counter[BubbleKind] = field(default_factory=Counter)  # the part of it in ``fillable``
+    # the part of it in ``harvested``, as far as the workers' records still have single bubbles
+    outside_harvested: Counter[BubbleKind] = field(default_factory=Counter)
+    time_use: Counter[TimeUse] = field(default_factory=Counter)  # ``fillable``, split by use
+    alone: float = 0.0  # numerator of ``fill_efficiency``
+    share: float = 0.0  # its denominator
+    errors: int = 0  # sum of the absolute errors of the predicted durations
+    predicted: int = 0  # number of bubbles of the pipeline with a prediction
+
+    def __add__(self, other: Figures) -> Figures:
+        return Figures(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class RankPart:
-    """The figures of a rank in a segment; times in nanoseconds."""
+    """The part of a rank in a segment."""
 
     info: RankInfo
-    segment: int
     iterations: IterationTimes
-    filled: int  # time in iterations with filling on, each up to the start of the next (with an evaluation in between)
-    bubbles: dict[BubbleKind, int]  # bubble time in completed training iterations, by kind
-    evaluation: dict[BubbleKind, int]  # bubble time in evaluations, by kind
-    fillable: int  # bubble time with filling on, after jobs had settled
-    settling: int  # bubble time with filling on while jobs of some rank still set themselves up; not in ``fillable``
-    harvested: int  # time in steps inside fillable bubbles
-    # all time in waits outside the pipeline, the part of it in ``fillable`` and that in ``harvested``, by kind;
-    # the last one as far as the workers' records still have single bubbles
-    outside: dict[BubbleKind, tuple[int, int, int]]
-    time_use: dict[TimeUse, int]  # ``fillable``, split by use
-    alone: float  # numerator of ``fill_efficiency``
-    share: float  # its denominator
-    done: dict[str, JobWork]  # work by job
-    latencies: np.ndarray  # of each recent bubble of its workers in which a step was begun
+    # ns in iterations with filling on, each up to the start of the next (with an evaluation in between)
+    filled: int
+    figures: Figures
+    done: list[tuple[str, JobWork]]  # job and work of each worker; a lower bound if ``figures`` are unknown
+    latencies: np.ndarray  # ns of each recent bubble of its workers in which a step was begun
     overruns: np.ndarray  # of the same bubbles
-    errors: int  # sum of the absolute errors of the predicted durations
-    predicted: int  # number of bubbles of the pipeline with a prediction
-    known: bool = True  # True if the workers' records are complete; otherwise ``done`` is a lower bound
 
 
-def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:
+def part_of(seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:
     """Return the part of one rank, from its record and those of its workers, if all of them are ``known``."""
     its, bubbles = seen.iterations, _known_apart(seen.bubbles, workers)
     # Bubbles of an iteration that was cut off are left out of the shares, since its time is unknown.  Sums that stand
@@ -66,33 +80,35 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
     fillable = int(bubbles.duration[bubbles.filling].sum())
     apart = _harvested_apart(bubbles, workers)
     predicted = (bubbles.predicted > 0) & ~bubbles.outside
+    harvested = sum(worker.harvested_ns for worker in workers) - sum(apart)
     alone, share = _efficiency(fillable, workers, apart) if known else (0.0, 0.0)
-    done: dict[str, JobWork] = {}
-    for worker in workers:
-        its_alone = (finite(worker.alone_work), worker.alone_ns)
-        more = JobWork(finite(worker.work_done), worker.steps_done, worker.harvested_ns, *its_alone)
-        done[worker.job] = done.get(worker.job, JobWork()) + more
-    return RankPart(
-        info=seen.info,
-        segment=segment,
-        iterations=its,
-        filled=_filled(its),
-        bubbles=_by_kind(seen, ended & ~bubbles.forward_only),
-        evaluation=_by_kind(seen, bubbles.forward_only),
+    outside = bubbles.outside & bubbles.filling
+    figures = Figures(
+        bubbles=_by_kind(bubbles, ended & ~bubbles.forward_only & ~bubbles.outside),
+        evaluation=_by_kind(bubbles, bubbles.forward_only & ~bubbles.outside),
         fillable=fillable,
         settling=int(bubbles.duration[bubbles.settling].sum()),
-        harvested=sum(worker.harvested_ns for worker in workers) - sum(apart),
-        outside={kind: _outside(bubbles, kind, workers) for kind in KINDS if kind not in PIPELINE_KINDS},
-        time_use=time_use(bubbles, workers) if known else time_use_unknown(bubbles),
+        harvested=harvested,
+        known=fillable if known else 0,
+        known_harvested=harvested if known else 0,
+        unknown=int(not known),
+        outside=_by_kind(bubbles, bubbles.outside),
+        outside_fillable=_by_kind(bubbles, outside),
+        outside_harvested=Counter({kind: _harvested_outside(bubbles, kind, workers) for kind in KINDS}),
+        time_use=Counter(time_use(bubbles, workers) if known else time_use_unknown(bubbles)),
         alone=alone,
         share=share,
-        done=done,
-        latencies=_of_uses(workers, "latency_ns", "latency_ns", 0),
-        overruns=_of_uses(workers, "overrun_ns", "steps", 1),
         errors=int(np.abs(bubbles.predicted - bubbles.duration)[predicted].sum()),
         predicted=int(predicted.sum()),
-        known=known,
     )
+    done = [(worker.job, _job_work(worker)) for worker in workers]
+    latencies, overruns = _of_uses(workers, "latency_ns", "latency_ns", 0), _of_uses(workers, "overrun_ns", "steps", 1)
+    return RankPart(seen.info, its, _filled(its), figures, done, latencies, overruns)
+
+
+def _job_work(worker: WorkerRecord) -> JobWork:
+    work, alone_work = finite(worker.work_done), finite(worker.alone_work)
+    return JobWork(work, worker.steps_done, worker.harvested_ns, alone_work, worker.alone_ns)
 
 
 def _known_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> Bubbles:
@@ -137,12 +153,10 @@ def _harvested_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> list[
     return _harvested_in(np.append(bubbles.seq[bubbles.settling], after), workers)
 
 
-def _outside(bubbles: Bubbles, kind: BubbleKind, workers: Sequence[WorkerRecord]) -> tuple[int, int, int]:
-    """Return the ns of the bubbles of a kind: all, the fillable ones, and those harvested."""
-    its = bubbles.kind == KINDS.index(kind)
-    fillable = its & bubbles.filling
-    harvested = sum(_harvested_in(bubbles.seq[fillable & (bubbles.seq > 0)], workers))
-    return int(bubbles.duration[its].sum()), int(bubbles.duration[fillable].sum()), harvested
+def _harvested_outside(bubbles: Bubbles, kind: BubbleKind, workers: Sequence[WorkerRecord]) -> int:
+    """Return the ns harvested in waits of a kind outside the pipeline."""
+    its = bubbles.outside & bubbles.filling & (bubbles.kind == KINDS.index(kind)) & (bubbles.seq > 0)
+    return sum(_harvested_in(bubbles.seq[its], workers))
 
 
 def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], apart: Sequence[int]) -> tuple[float, float]:
@@ -165,9 +179,9 @@ def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], apart: Sequen
     return alone, share
 
 
-def _by_kind(seen: Seen, chosen: np.ndarray) -> dict[BubbleKind, int]:
-    kinds, durations = seen.bubbles.kind[chosen], seen.bubbles.duration[chosen]
-    return {kind: int(durations[kinds == KINDS.index(kind)].sum()) for kind in PIPELINE_KINDS}
+def _by_kind(bubbles: Bubbles, chosen: np.ndarray) -> Counter[BubbleKind]:
+    kinds, durations = bubbles.kind[chosen], bubbles.duration[chosen]
+    return Counter({kind: int(durations[kinds == code].sum()) for code, kind in enumerate(KINDS)})
 
 
 def _of_uses(workers: Sequence[WorkerRecord], name: str, by: str, least: int) -> np.ndarray:

@@ -60,39 +60,35 @@ class Seen:
 def seen(record: RankRecord) -> Seen:
     """Convert the record to arrays."""
     its, bubbles = record.iterations, record.bubbles
-    on, iteration, index = _flags(bubbles, "filling"), _numbers(bubbles, "iteration"), _numbers(bubbles, "index")
+    on, iteration, index = _array(bubbles, "filling", bool), _array(bubbles, "iteration"), _array(bubbles, "index")
     # Sums of old bubbles (index -1) have no iteration; they count as filled after jobs had settled.
     settling = on & (index >= 0) & (iteration > 0) & (iteration <= record.settled_after)
-    started, opened = _numbers(its, "start_ns"), _numbers(bubbles, "start_ns")
+    started, opened = _array(its, "start_ns"), _array(bubbles, "start_ns")
     return Seen(
         record.info,
         IterationTimes(
-            number=_numbers(its, "iteration"),
+            number=_array(its, "iteration"),
             start=started,
-            duration=_numbers(its, "end_ns") - started,
-            filling=_flags(its, "filling"),
-            block=_numbers(its, "block"),
-            watched=_flags(its, "watched"),
+            duration=_array(its, "end_ns") - started,
+            filling=_array(its, "filling", bool),
+            block=_array(its, "block"),
+            watched=_array(its, "watched", bool),
         ),
         Bubbles(
             iteration=iteration,
             index=index,
             kind=np.array([_CODES[kind] for kind in column(bubbles, "kind")], dtype=np.int8),
             start=opened,
-            duration=_numbers(bubbles, "end_ns") - opened,
-            predicted=_numbers(bubbles, "predicted_ns"),
-            seq=_numbers(bubbles, "seq"),
-            free_bytes=_numbers(bubbles, "free_bytes"),
+            duration=_array(bubbles, "end_ns") - opened,
+            predicted=_array(bubbles, "predicted_ns"),
+            seq=_array(bubbles, "seq"),
+            free_bytes=_array(bubbles, "free_bytes"),
             filling=on & ~settling,
             settling=settling,
-            forward_only=_flags(bubbles, "forward_only"),
+            forward_only=_array(bubbles, "forward_only", bool),
         ),
     )
 
 
-def _numbers(values: Sequence[Any], name: str) -> np.ndarray:
-    return np.array(column(values, name), dtype=np.int64)
-
-
-def _flags(values: Sequence[Any], name: str) -> np.ndarray:
-    return np.array(column(values, name), dtype=bool)
+def _array(values: Sequence[Any], name: str, kind: type = np.int64) -> np.ndarray:
+    return np.array(column(values, name), dtype=kind)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 
-from megatron.fill.report.part import JobWork, RankPart
+from megatron.fill.report.part import Figures, JobWork, RankPart
 from megatron.fill.report.schema import Outside, PairedTimes, Percentiles, Times, Totals, WorkReport
 from megatron.fill.report.seen import IterationTimes
 from megatron.fill.report.timeuse import TimeUse
@@ -24,11 +24,8 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.total = 0
-        self.largest = 0
+        self.count = self.total = self.largest = self._held = 0
         self._kept: list[np.ndarray] = []
-        self._held = 0
         self._share = 1.0
         self._random = np.random.default_rng(0)
 
@@ -47,53 +44,37 @@ class Pool:
             self._kept = [self._sample(np.concatenate(self._kept), 0.5)]
             self._held = len(self._kept[0])
 
-    def _percentiles(self) -> list[float]:
-        return np.percentile(np.concatenate(self._kept), (50, 99)).tolist()
-
     def _sample(self, values: np.ndarray, share: float) -> np.ndarray:
         return values[self._random.random(len(values)) < share]
 
     def times(self) -> Times | None:
         if not self.count:
             return None
-        p50, p99 = self._percentiles()
-        mean_s = self.total / self.count / _S
-        return Times(count=self.count, mean_s=mean_s, median_s=p50 / _S, p99_s=p99 / _S)
+        p50_s, p99_s = np.percentile(np.concatenate(self._kept), (50, 99)) / _S
+        return Times(count=self.count, mean_s=self.total / self.count / _S, median_s=p50_s, p99_s=p99_s)
 
     def microseconds(self) -> Percentiles | None:
         if not self.count:
             return None
-        p50, p99 = self._percentiles()
-        return Percentiles(count=self.count, p50=p50 / _US, p99=p99 / _US, max=self.largest / _US)
+        p50, p99 = np.percentile(np.concatenate(self._kept), (50, 99)) / _US
+        return Percentiles(count=self.count, p50=p50, p99=p99, max=self.largest / _US)
 
 
 class Tally:
     """Adds up parts."""
 
     def __init__(self) -> None:
-        self.iterations: defaultdict[int, int] = defaultdict(int)  # by rank
-        self.fillable = self._settling = self._watched = 0
-        self._harvested = self._known = 0  # harvest of the parts where it is known, and their fillable time
-        self._unknown = False
+        self._iterations = Counter[int]()  # by rank
+        self._watched = 0  # ns of the iterations whose bubbles were observed
+        self._figures = Figures()
         self._times, self._on, self._off = Pool(), Pool(), Pool()
         self._latencies, self._overruns = Pool(), Pool()
-        self._bubbles, self._evaluation = Counter[BubbleKind](), Counter[BubbleKind]()
-        self._outside: dict[BubbleKind, np.ndarray] = {}  # all ns of them, the fillable and the harvested ones
-        self._alone = self._share = 0.0
         self.done: dict[str, JobWork] = {}  # by job
-        self._time_use = Counter[TimeUse]()
-        self._errors = self._predicted = 0
 
     def add(self, part: RankPart) -> None:
         its = part.iterations
-        self.iterations[part.info.rank] += len(its.number)
-        self.fillable += part.fillable
-        self._settling += part.settling
-        if part.known:
-            self._harvested += part.harvested
-            self._known += part.fillable
-        else:
-            self._unknown = True
+        self._iterations[part.info.rank] += len(its.number)
+        self._figures += part.figures
         self._times.add(its.duration)
         self._watched += int(its.duration[its.watched].sum())
         paired = (its.block >= 0) & its.watched
@@ -101,56 +82,45 @@ class Tally:
         self._off.add(its.duration[paired & ~its.filling])
         self._latencies.add(part.latencies)
         self._overruns.add(part.overruns)
-        self._bubbles.update(part.bubbles)
-        self._evaluation.update(part.evaluation)
-        self._time_use.update(part.time_use)
-        for kind, times in part.outside.items():
-            self._outside[kind] = self._outside.get(kind, 0) + np.array(times)
-        self._alone += part.alone
-        self._share += part.share
-        for job, done in part.done.items():
+        for job, done in part.done:
             self.done[job] = self.done.get(job, JobWork()) + done
-        self._errors += part.errors
-        self._predicted += part.predicted
 
     def totals(self) -> Totals:
-        """Return the totals of all parts, with the units of work still empty."""
-        unknown = self._unknown and not self._known
+        """Return the totals, with the units of work still empty."""
+        its = self._figures
         paired = PairedTimes(on=self._on.times(), off=self._off.times())
         return Totals(
-            iterations=max(self.iterations.values(), default=0),
+            iterations=max(self._iterations.values(), default=0),
             iteration_s=self._times.total / _S,
             iteration_time=self._times.times(),
-            bubble_s=_seconds(self._bubbles),
-            bubble_share=ratio(self._bubbles.total(), self._watched),
-            evaluation_bubble_s=_seconds(self._evaluation),
-            fillable_s=self.fillable / _S,
-            settling_s=self._settling / _S,
-            harvested_s=None if unknown else self._harvested / _S,
-            harvest_ratio=ratio(self._harvested, self._known),
+            bubble_s=_seconds(its.bubbles),
+            bubble_share=ratio(its.bubbles.total(), self._watched),
+            evaluation_bubble_s=_seconds(its.evaluation),
+            fillable_s=its.fillable / _S,
+            settling_s=its.settling / _S,
+            harvested_s=None if its.unknown and not its.known else its.known_harvested / _S,
+            harvest_ratio=ratio(its.known_harvested, its.known),
             outside={
-                kind: Outside(total_s=total / _S, fillable_s=fillable / _S, harvested_s=harvested / _S)
-                for kind, (total, fillable, harvested) in self._outside.items()
-                if total
+                kind: Outside(
+                    total_s=its.outside[kind] / _S,
+                    fillable_s=its.outside_fillable[kind] / _S,
+                    harvested_s=its.outside_harvested[kind] / _S,
+                )
+                for kind in BubbleKind
+                if its.outside[kind]
             },
-            fill_efficiency=ratio(self._alone, self._share),
-            time_use_ns={use: self._time_use[use] for use in TimeUse},
+            fill_efficiency=ratio(its.alone, its.share),
+            time_use_ns={use: its.time_use[use] for use in TimeUse},
             steps=sum(done.steps for done in self.done.values()),
             work=[
-                WorkReport(
-                    job=job,
-                    work_done=done.work,
-                    unit="",
-                    steps=done.steps,
-                    harvested_s=done.harvested_ns / _S,
-                )
+                WorkReport(job=job, work_done=done.work, unit="", steps=done.steps, harvested_s=done.harvested_ns / _S)
                 for job, done in self.done.items()
             ],
             open_to_step_us=self._latencies.microseconds(),
             overrun_us=self._overruns.microseconds(),
             paired=paired if paired.on or paired.off else None,
-            predicted_bubbles=self._predicted,
-            prediction_error_ms=self._errors / self._predicted / _MS if self._predicted else None,
+            predicted_bubbles=its.predicted,
+            prediction_error_ms=its.errors / its.predicted / _MS if its.predicted else None,
         )
 
 
