@@ -23,13 +23,11 @@ from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
 from megatron.fill.report.trace import write_trace
 from megatron.fill.report.waits import waits
-from megatron.fill.report.window import MANY, Drawn, choose_drawn
-from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
+from megatron.fill.report.window import MANY, Shown, choose_shown
+from megatron.fill.types import JobRecord, Prices, RankRecord
 
 __all__ = ["Ask", "Report", "compose", "print_report", "profile"]
 
-# Ranks and workers of the timeline, and how many iterations it has at most.
-type Shown = tuple[Sequence[RankRecord], Sequence[WorkerRecord], int]
 type Page = Callable[[Report, Sequence[RankFiles], Sequence[tuple[int, JobRecord]], Shown], None]
 
 REPORT, TRACE, TIMELINE = "report.json", "trace.json", "timeline.png"  # in a run folder
@@ -73,13 +71,12 @@ def compose(
         raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
     report = builder.report(segments, job_reports(segments, jobs, ask), prices, left, between)
     try:
-        drawn = choose_drawn(builder.segments)
-        ranks, workers = ([], []) if drawn is None else _drawn(files[drawn.segment], drawn.ranks)
-        report = report.model_copy(update={"waits": waits(ranks)})
+        shown = _shown(builder, segments, files)
+        report = report.model_copy(update={"waits": waits(shown.ranks)})
         write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
-        _draw(run_dir, report, segments, drawn, ranks, workers)
+        write_trace(run_dir / TRACE, shown, report.account)
+        draw_timeline(run_dir / TIMELINE, shown, report.summary, report.account)
         if page is not None:
-            shown = ranks, workers, segments[-1].trace_iterations
             page(report, [its for ranks in files.values() for its in ranks.values()], jobs, shown)
     except OSError as error:
         raise FillError(f"{run_dir}: the report cannot be written there: {error.strerror or error}") from error
@@ -118,32 +115,17 @@ def _between(segment: Segment) -> list[JobRecord]:
     return [replace(job, harvested_s=worker.alone_ns / 1e9) for job, worker in attempts]
 
 
-def _drawn(files: Mapping[int, RankFiles], ranks: Sequence[int]) -> tuple[list[RankRecord], list[WorkerRecord]]:
-    """Return the records of these ranks and of their workers, with spans and steps."""
-    records, workers = list[RankRecord](), list[WorkerRecord]()
-    for rank in ranks:
-        record = files[rank].record()
-        if record is not None:
-            records.append(record)
-            workers += [worker for _, worker in files[rank].attempts()]
-    return records, workers
-
-
-def _draw(
-    run_dir: Path,
-    report: Report,
-    segments: Sequence[Segment],
-    drawn: Drawn | None,
-    ranks: Sequence[RankRecord],
-    workers: Sequence[WorkerRecord],
-) -> None:
-    """Write trace and picture of these records."""
-    what, iterations = "", segments[-1].trace_iterations
-    if drawn is not None:
-        several = f"segment {drawn.segment} of {len(segments)}" if len(segments) > 1 else ""
-        what = ", ".join(part for part in (several, drawn.what) if part)
-    write_trace(run_dir / TRACE, ranks, workers, iterations, what=what, accounts=report.account)
-    draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, accounts=report.account, what=what)
+def _shown(builder: ReportBuilder, segments: Sequence[Segment], files: Mapping[int, Mapping[int, RankFiles]]) -> Shown:
+    """Return the records that picture, trace and page show, with spans and steps."""
+    number, ranks, which = choose_shown(builder.segments)
+    its = [(record, files[number][rank]) for rank in ranks if (record := files[number][rank].record()) is not None]
+    several = f"segment {number} of {len(segments)}" if len(segments) > 1 and its else ""
+    return Shown(
+        [record for record, _ in its],
+        [worker for _, files_of in its for _, worker in files_of.attempts()],
+        ", ".join(part for part in (several, which) if part),
+        segments[-1].trace_iterations,
+    )
 
 
 def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[int, Unwritten]) -> None:

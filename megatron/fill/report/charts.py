@@ -10,8 +10,7 @@ from megatron.fill.report.schema import Report
 from megatron.fill.report.series import Bin
 from megatron.fill.report.shares import COLOURS, bars, colour, shown_names
 from megatron.fill.report.timeuse import TimeUse
-from megatron.fill.report.window import Window, choose_window, near
-from megatron.fill.types import RankRecord, WorkerRecord
+from megatron.fill.report.window import Shown, Window, near
 
 type Chart = dict[str, Any]
 
@@ -42,11 +41,11 @@ _MOST_WAITS = 40  # pairs of ranks, those that waited longest
 _ZOOM: Chart = {"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}
 
 
-def timeline(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int) -> Chart | None:
+def timeline(shown: Shown) -> Chart | None:
     """Return the last iterations with steps of jobs, as far as marks allow; None if there is none."""
-    for count in range(iterations, 0, -1):
-        window = choose_window(ranks, workers, count)
-        marks = [] if window is None else _marks(window, ranks, workers)
+    for count in range(shown.iterations, 0, -1):
+        window = shown.window(count)
+        marks = [] if window is None else _marks(window, shown)
         if len(marks) <= MOST_MARKS or count == 1:
             break
     if window is None or not marks:
@@ -65,20 +64,19 @@ def timeline(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], itera
         }
         for relation, band in (("!=", 0.9), ("==", 0.45))
     ]
-    return {"data": {"values": marks[:MOST_MARKS]}, "height": 34 * len(ranks), "layer": layers}
+    return {"data": {"values": marks[:MOST_MARKS]}, "height": 34 * len(shown.ranks), "layer": layers}
 
 
-def _marks(window: Window, ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord]) -> list[Chart]:
+def _marks(window: Window, shown: Shown) -> list[Chart]:
     found = []
-    for record in ranks:
+    for record in shown.ranks:
         rank, row = record.info.rank, f"rank {record.info.rank}, stage {record.info.stage}"
         spans = [(one.name, one.start_ns, one.end_ns, one.iteration, "") for one in near(record.spans, window)]
         waits = [
             (f"{one.kind} bubble", one.start_ns, one.end_ns, one.iteration, "") for one in near(record.bubbles, window)
         ]
-        steps = [
-            ("step of a job", start, end, 0, one.job) for one in workers if one.rank == rank for start, end in one.steps
-        ]
+        its = [worker for worker in shown.workers if worker.rank == rank]
+        steps = [("step of a job", start, end, 0, worker.job) for worker in its for start, end in worker.steps]
         for what, start_ns, end_ns, iteration, job in [*spans, *waits, *steps]:
             if placed := window.place(rank, start_ns, end_ns):
                 start, duration = placed[0] / 1e6, placed[1] / 1e6

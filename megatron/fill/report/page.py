@@ -18,8 +18,9 @@ from megatron.fill.records.slowdown import Estimate
 from megatron.fill.report import charts
 from megatron.fill.report.schema import JobReport, Report
 from megatron.fill.report.series import Series
+from megatron.fill.report.window import Shown
 from megatron.fill.status import Cause, JobState
-from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
+from megatron.fill.types import JobRecord
 
 _MOST_JOBS, _MOST_EVENTS = 500, 500
 _QUIET = (Cause.FINISHED, Cause.NONE)  # of attempts that are no events
@@ -40,14 +41,13 @@ def write_page(
     report: Report,
     files_of_ranks: Iterable[RankFiles],
     attempts: Iterable[tuple[int, JobRecord]],
-    drawn: tuple[Sequence[RankRecord], Sequence[WorkerRecord], int],
+    shown: Shown,
 ) -> None:
     """Write the page.
 
     Args:
         files_of_ranks: the records of each rank of each segment.
         attempts: the segment's number and the record of each attempt at a job.
-        drawn: ranks and workers of the timeline, and how many iterations it has at most.
 
     Raises:
         FillError: the scripts for charts are not installed.
@@ -56,8 +56,8 @@ def write_page(
     series = _series(report, files_of_ranks)
     bins = series.bins() if series else []
     charted = {
-        "timeline": charts.timeline(*drawn),
-        "account": charts.account(report, {record.info.rank for record in drawn[0]}),
+        "timeline": charts.timeline(shown),
+        "account": charts.account(report, {record.info.rank for record in shown.ranks}),
         "waits": charts.waits(report),
         "parts": charts.iteration_parts(series.parts()) if series else None,
         "uses": charts.time_uses(report),

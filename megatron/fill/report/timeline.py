@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.fill.linux.files import replacing
 from megatron.fill.report.schema import AccountReport, Summary
 from megatron.fill.report.shares import draw_shares, height_in
-from megatron.fill.report.window import Window, choose_window, near
+from megatron.fill.report.window import Shown, Window, near
 from megatron.fill.types import RankInfo, RankRecord, Span, WorkerRecord
 
 if TYPE_CHECKING:
@@ -53,28 +53,20 @@ class _Lanes:
 
 
 def draw_timeline(
-    path: Path,
-    ranks: Sequence[RankRecord],
-    workers: Sequence[WorkerRecord],
-    *,
-    summary: Summary | None = None,
-    accounts: Sequence[AccountReport] = (),
-    what: str = "",
+    path: Path, shown: Shown, summary: Summary | None = None, accounts: Sequence[AccountReport] = ()
 ) -> None:
     """Draw a PNG with two lanes per rank: the training with its bubbles, and the jobs' steps; below, the whole run.
 
     Args:
         summary: figures for the title.
         accounts: accounts of the ranks' time, then that of all ranks; those of the drawn ranks are drawn.
-        what: description of the ranks, if not all are drawn.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ranks = sorted(ranks, key=lambda record: record.info.rank)
-    window = choose_window(ranks, workers, _ITERATIONS)
-    drawn = {record.info.rank for record in ranks}
-    its_accounts = [one for one in accounts if one.rank is None or one.rank in drawn]
+    ranks, window = shown.ranks, shown.window(_ITERATIONS)
+    numbers = {None, *(record.info.rank for record in ranks)}
+    its_accounts = [one for one in accounts if one.rank in numbers]
     its_accounts = its_accounts if window and len(its_accounts) > 1 else []
     below = height_in(its_accounts)
     height = _TOP_IN + _BOTTOM_IN + _ROW_IN * (len(ranks) if window else 0) + below
@@ -83,7 +75,7 @@ def draw_timeline(
     if window is None:
         figure.text(0.5, 0.5, "No iteration was recorded on all ranks.", ha="center", va="center")
     else:
-        lanes = [_lanes(record, workers, window) for record in ranks]
+        lanes = [_lanes(record, shown.workers, window) for record in ranks]
         colours, legend = _job_colours(lanes)
         axes = figure.add_axes(
             (_LEFT_IN / _WIDTH_IN, (_BOTTOM_IN + below) / height, _AXES_IN / _WIDTH_IN, _ROW_IN * len(ranks) / height)
@@ -95,7 +87,7 @@ def draw_timeline(
         _add_legend(figure, legend, below)
         if its_accounts:
             draw_shares(figure, its_accounts, _LEFT_IN, _RIGHT_IN)
-        title = _title(window, summary, what)
+        title = _title(window, summary, shown.what)
         size = min(12, 12 * _TITLE / len(title))
         figure.text(_LEFT_IN / _WIDTH_IN, 1 - 0.28 / height, title, fontsize=size, weight="bold", va="center")
     with replacing(path) as temporary:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.fill.linux.files import write_text
 from megatron.fill.report.schema import AccountReport
-from megatron.fill.report.window import Window, choose_window, near
+from megatron.fill.report.window import Shown, Window, near
 from megatron.fill.types import Bubble, BubbleUse, RankRecord, WorkerRecord
 
 _MAIN, _BUBBLES, _SIDE = 1, 2, 3
@@ -17,37 +17,26 @@ _THREADS = {_MAIN: "main job", _BUBBLES: "bubbles", _SIDE: "side task"}
 _GIB = 2**30
 
 
-def write_trace(
-    path: Path,
-    ranks: Sequence[RankRecord],
-    workers: Sequence[WorkerRecord],
-    iterations: int = 3,
-    *,
-    what: str = "",
-    accounts: Sequence[AccountReport] = (),
-) -> None:
+def write_trace(path: Path, shown: Shown, accounts: Sequence[AccountReport] = ()) -> None:
     """Write the trace of a few iterations: one process per rank, with threads main job, bubbles and side task.
 
     Args:
-        iterations: number of iterations to write, which ``choose_window`` chooses.
-        what: description of the ranks, if not all are written.
         accounts: accounts of the run; those of the ranks that are written go into ``otherData``.
     """
-    ranks = sorted(ranks, key=lambda record: record.info.rank)
-    window = choose_window(ranks, workers, iterations)
-    events = [event for record in ranks for event in _names(record)]
-    for record in ranks:
+    window = shown.window(shown.iterations)
+    events = [event for record in shown.ranks for event in _names(record)]
+    for record in shown.ranks:
         if window is None:
             break
         rank, timed = record.info.rank, list[dict[str, Any]]()
-        for thread, name, start_ns, end_ns, args in _timed(record, workers, window):
+        for thread, name, start_ns, end_ns, args in _timed(record, shown.workers, window):
             if placed := window.place(rank, start_ns, end_ns):
                 named = {"name": name, "cat": _THREADS[thread], "ph": "X"}
                 when = {"ts": placed[0] / 1e3, "dur": placed[1] / 1e3}
                 timed.append({**named, **when, "pid": rank, "tid": thread, "args": args})
         events += sorted(timed, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
-    about: dict[str, Any] = {"source": "PipeFill"} | ({"ranks": what} if what else {})
-    numbers = {record.info.rank for record in ranks}
+    about: dict[str, Any] = {"source": "PipeFill"} | ({"ranks": shown.what} if shown.what else {})
+    numbers = {record.info.rank for record in shown.ranks}
     if its_s := {
         f"rank {one.rank}": {its.name: round(its.time_s, 6) for its in one.times}
         for one in accounts

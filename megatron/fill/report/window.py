@@ -109,29 +109,35 @@ def clock_shifts(
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """The segment and the ranks that the picture and the trace show, by their numbers."""
+class Shown:
+    """The records that the picture, the trace and the page show."""
 
-    segment: int
-    ranks: tuple[int, ...]
-    what: str  # description of the ranks, such as ``data-parallel rank 3 of 128``; empty if all ranks are drawn
+    ranks: Sequence[RankRecord]  # ascending by rank
+    workers: Sequence[WorkerRecord]
+    what: str = ""  # description of the ranks, such as ``data-parallel rank 3 of 128``; empty if all ranks are shown
+    iterations: int = 3  # the most that trace and page show
+
+    def window(self, iterations: int) -> Window | None:
+        """Return ``choose_window`` of these records."""
+        return choose_window(self.ranks, self.workers, iterations)
 
 
-def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
-    """Choose the last segment in which jobs ran, or else the last one with iterations; None if there is none.
+def choose_shown(segments: Mapping[int, SegmentSums]) -> tuple[int, Sequence[int], str]:
+    """Return the number of the segment to show, its ranks, and their description (``Shown.what``).
 
-    Of a segment with more than ``MANY`` ranks, one replica (the ranks with equal data- and tensor-parallel ranks) is
-    drawn: the one that harvested the most.
+    It is the last segment in which jobs ran, or else the last one with iterations; no ranks if there is none.  Of a
+    segment with more than ``MANY`` ranks, one replica (the ranks with equal data- and tensor-parallel ranks) is shown:
+    the one that harvested the most.
     """
     worth = [
         (any(sums.harvested.values()), number) for number, sums in segments.items() if any(sums.iterations.values())
     ]
     if not worth:
-        return None
+        return 0, (), ""
     number = max(worth)[1]
     sums = segments[number]
     if len(sums.infos) <= MANY:
-        return Drawn(number, tuple(sorted(info.rank for info in sums.infos)), "")
+        return number, sorted(info.rank for info in sums.infos), ""
     replicas: dict[tuple[int, int], list[RankInfo]] = {}
     for info in sorted(sums.infos, key=lambda info: info.rank):
         replicas.setdefault((info.data_parallel_rank, info.tensor_parallel_rank), []).append(info)
@@ -139,13 +145,10 @@ def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
     stages: dict[int, int] = {}
     for info in infos:  # the first rank of each stage; context parallelism has several
         stages.setdefault(info.stage, info.rank)
-    return Drawn(number, tuple(sorted(stages.values())), _what(place, list(replicas)))
-
-
-def _what(place: tuple[int, int], places: list[tuple[int, int]]) -> str:
-    parts = []
-    for at, name in enumerate(("data", "tensor")):
-        several = len({one[at] for one in places})
-        if several > 1:
-            parts.append(f"{name}-parallel rank {place[at]} of {several}")
-    return ", ".join(parts)
+    counts = [len(set(its)) for its in zip(*replicas, strict=True)]
+    what = [
+        f"{name}-parallel rank {at} of {count}"
+        for name, at, count in zip(("data", "tensor"), place, counts, strict=True)
+        if count > 1
+    ]
+    return number, sorted(stages.values()), ", ".join(what)

@@ -20,7 +20,7 @@ from megatron.fill.report import Report, compose, print_report, shares
 from megatron.fill.report.schema import AccountReport, NamedTime
 from megatron.fill.report.timeline import draw_timeline, join, subtract
 from megatron.fill.report.trace import write_trace
-from megatron.fill.report.window import choose_window, near
+from megatron.fill.report.window import Shown, choose_window, near
 from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 from tests.support.segments import write_segment
@@ -90,7 +90,7 @@ def test_only_what_is_near_the_window_is_looked_at() -> None:
 
 def test_trace(tmp_path: Path) -> None:
     ranks, workers, _ = synthetic_run()
-    write_trace(tmp_path / "trace.json", ranks, workers, iterations=2)
+    write_trace(tmp_path / "trace.json", Shown(ranks, workers, iterations=2))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]}
     assert names == {"rank 0 (stage 0)", "rank 1 (stage 1)", "main job", "bubbles", "side task"}
@@ -120,7 +120,7 @@ def test_the_trace_has_the_accounts_of_the_ranks_that_are_in_it(tmp_path: Path) 
         rank=0, stage=0, wall_s=1.5, named_share=1.0, idle_share=0.0, long_idle_s=0.0, blind=False, times=times
     )
     accounts = [one.model_copy(update={"rank": rank}) for rank in (0, 1, 7, None)]
-    write_trace(tmp_path / "trace.json", ranks, workers, accounts=accounts)
+    write_trace(tmp_path / "trace.json", Shown(ranks, workers), accounts)
     about = json.loads((tmp_path / "trace.json").read_text())["otherData"]
     assert about["account_s"] == {"rank 0": {"forward": 1.5}, "rank 1": {"forward": 1.5}}
 
@@ -138,7 +138,7 @@ def assert_nested(events: list[dict]) -> None:
 
 def test_trace_of_nothing(tmp_path: Path) -> None:
     ranks, _, _ = synthetic_run()
-    write_trace(tmp_path / "trace.json", [replace(ranks[0], iterations=[])], [])
+    write_trace(tmp_path / "trace.json", Shown([replace(ranks[0], iterations=[])], []))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M"}
 
@@ -159,7 +159,7 @@ def share_of(image: np.ndarray, colour: str) -> float:
 
 def test_timeline_shows_every_lane(tmp_path: Path) -> None:
     ranks, workers, _ = synthetic_run()
-    draw_timeline(tmp_path / "timeline.png", ranks, workers)
+    draw_timeline(tmp_path / "timeline.png", Shown(ranks, workers))
     image = pixels(tmp_path / "timeline.png")
     for colour in ("#56B4E9", "#0072B2", "#8F8F8F", "#FAF8F2", "#E69F00", "#009E73"):
         assert share_of(image, colour) > 0.005, colour
@@ -187,14 +187,14 @@ def accounts(count: int) -> list[AccountReport]:
 
 def test_the_account_is_below_the_iterations(tmp_path: Path) -> None:
     ranks, workers, _ = synthetic_run()
-    draw_timeline(tmp_path / "alone.png", ranks, workers)
-    draw_timeline(tmp_path / "below.png", ranks, workers, accounts=accounts(20))  # of other ranks, too
+    draw_timeline(tmp_path / "alone.png", Shown(ranks, workers))
+    draw_timeline(tmp_path / "below.png", Shown(ranks, workers), accounts=accounts(20))  # of other ranks, too
     alone, below = (pixels(tmp_path / f"{name}.png") for name in ("alone", "below"))
     added = below[alone.shape[0] :]
     assert 80 < len(added) < 200
     for name in ("forward", "save", "drain", "a new wait"):
         assert share_of(added, shares.colour(name)) > 0.02
-    draw_timeline(tmp_path / "none.png", ranks, workers, accounts=accounts(0))
+    draw_timeline(tmp_path / "none.png", Shown(ranks, workers), accounts=accounts(0))
     assert pixels(tmp_path / "none.png").shape == alone.shape
 
 
@@ -211,8 +211,8 @@ def test_timeline_of_many_ranks_jobs_and_of_nothing(tmp_path: Path) -> None:
     (record, _), (worker, *_), _ = synthetic_run()
     ranks = [replace(record, info=replace(record.info, rank=rank, stage=rank)) for rank in range(16)]
     workers: list[WorkerRecord] = [replace(worker, rank=rank, job=f"job {rank}") for rank in range(16)]
-    draw_timeline(tmp_path / "16.png", ranks, workers)
-    draw_timeline(tmp_path / "0.png", [], [])
+    draw_timeline(tmp_path / "16.png", Shown(ranks, workers))
+    draw_timeline(tmp_path / "0.png", Shown([], []))
     assert 1200 < pixels(tmp_path / "16.png").shape[0] < 2200
     assert pixels(tmp_path / "0.png").min() < 0.5
 
