@@ -238,7 +238,7 @@ def read_rank(*paths: Path, spans: bool = True) -> RankRecord:
         if not said:
             raise NothingRecorded(f"{', '.join(map(str, paths))}: no line is complete")
         columns["bubbles"]["kind"] = [_KINDS[kind] for kind in columns["bubbles"]["kind"]]
-        tables = {table: Table(cls, columns[table]) for table, cls in _TABLES.items()}
+        tables: dict[str, Any] = {table: Table(cls, columns[table]) for table, cls in _TABLES.items()}
         record: RankRecord = typed(RankRecord, said | tables)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error

@@ -82,19 +82,13 @@ class Totals(_Model):
     bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in training iterations, by kind")
     bubble_share: float | None = Field(description="sum of bubble_s / iteration_s")
     evaluation_bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in evaluations, by kind")
-    fillable_s: float = Field(
-        description="seconds of bubbles, training and evaluation, while filling was on and jobs had settled"
-    )
-    settling_s: float = Field(
-        default=0.0, description="seconds of bubbles with filling on before jobs had settled, in no other figure"
-    )
+    fillable_s: float = Field(description="seconds of all bubbles while filling was on and jobs had settled")
+    settling_s: float = Field(description="seconds of bubbles with filling on before that, in no other figure")
     harvested_s: float | None = Field(
-        description="seconds inside steps and inside fillable bubbles, of ranks where it is known; null if of none"
+        description="seconds inside steps and fillable bubbles; null if known of no rank"
     )
     harvest_ratio: float | None = Field(description="harvested_s / fillable_s, of ranks whose harvest is known")
-    outside: dict[BubbleKind, Outside] = Field(
-        default_factory=dict, description="waits outside the pipeline, by kind; none without any"
-    )
+    outside: dict[BubbleKind, Outside] = Field(description="waits outside the pipeline, by kind; none without any")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
     time_use_ns: dict[TimeUse, int] = Field(description="the nanoseconds of fillable_s, by use")
     steps: int = Field(description="steps of jobs done in bubbles")
@@ -125,9 +119,7 @@ class RankReport(Totals):
     device: str = Field(description="its device")
     data_parallel_rank: int = Field(description="its place in data parallelism")
     tensor_parallel_rank: int = Field(description="its place in tensor parallelism")
-    harvest_unknown: str = Field(
-        default="", description="reason why its harvest is unknown in some segment; empty if it is known"
-    )
+    harvest_unknown: str = Field(description="reason why its harvest is unknown in some segment; empty if it is known")
     brakes: list[BrakeReport] = Field(description="each time that the automatic brake stopped its filling")
 
 
@@ -147,9 +139,7 @@ class CycleBubble(_Model):
     median_ms: float = Field(description="median duration")
     p10_ms: float = Field(description="10th percentile of the duration")
     p90_ms: float = Field(description="90th percentile of the duration")
-    offset_ms: float = Field(
-        description="median time from the start of the iteration (evaluation: of its first bubble) to this bubble"
-    )
+    offset_ms: float = Field(description="median time from the iteration's start (evaluation: its first bubble) to it")
     share: float | None = Field(description="mean duration / mean iteration time; null in evaluations")
     free_bytes: int = Field(description="least device memory that the training left free; 0 if not measured")
     count: int = Field(description="iterations that the figures are from")
@@ -191,9 +181,7 @@ class AttemptReport(_Model):
     state: JobState = Field(description="its outcome; QUEUED: to be resumed later")
     cause: Cause = Field(default=Cause.NONE, description="the cause of its state, a fixed word; empty if unknown")
     reason: str = Field(description="the reason for its state")
-    ready_s: float | None = Field(
-        default=None, description="seconds from the start of its worker to that of the job; null if it never began"
-    )
+    ready_s: float | None = Field(description="seconds from the worker's start to the job's; null if it never began")
     work_done: float = Field(description="work done in it, in the job's unit")
     steps: int = Field(description="steps done in it")
     harvested_s: float = Field(description="seconds inside its steps, in bubbles or between trainings")
@@ -208,12 +196,10 @@ class JobReport(JobSummary):
     harvested_s: float = Field(description="seconds inside its steps, in bubbles or between trainings")
     rate: float | None = Field(description="work_done / harvested_s")
     total_work: float | None = Field(description="amount of work in all; null if the task did not report it")
-    side_throughput: float | None = Field(
-        default=None, description="its work per second on a side device, if the user stated it"
-    )
+    side_throughput: float | None = Field(description="its work per second on a side device, if the user stated it")
     result: dict[str, Any] = Field(description="the values that the task reported")
     directory: str = Field(description="its folder, with the task's own files")
-    attempts: list[AttemptReport] = Field(default=[], description="each attempt at it in this run, in their order")
+    attempts: list[AttemptReport] = Field(description="each attempt at it in this run, in their order")
 
 
 class HourPrices(_Model):
@@ -228,9 +214,7 @@ class SideWork(_Model):
 
     job: str = Field(description="the job's name")
     throughput: float | None = Field(description="work per second on a side device; null if not known")
-    measured: bool = Field(
-        description="true if the throughput is the job's measured rate alone on the training's device, not the user's"
-    )
+    measured: bool = Field(description="true if it is the job's measured rate alone on this device, not the user's")
     side_s: float | None = Field(description="seconds of a side device that the work would take; null if not known")
 
 
@@ -255,12 +239,8 @@ class Summary(_Model):
     bubble_share: float | None = Field(description="bubble seconds / iteration seconds, over all ranks")
     harvest_ratio: float | None = Field(description="harvested seconds / fillable bubble seconds, over all ranks")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
-    slowdown: Slowdown | None = Field(
-        description="slowdown by filling: medians of a block with it and one without; null without --fill-paired-blocks"
-    )
-    watching: Slowdown | None = Field(
-        description="slowdown by watching bubbles: unfilled iterations against those not watched; null if not measured"
-    )
+    slowdown: Slowdown | None = Field(description="slowdown by filling; null without --fill-paired-blocks")
+    watching: Slowdown | None = Field(description="slowdown by watching bubbles; null if not measured")
     brakes: int = Field(description="number of stops by the automatic brake, on the rank with the most")
     open_to_step_us: Percentiles | None = Field(description="time from a gate's opening to the first step's start")
     overrun_us: Percentiles | None = Field(description="time that the last step ran on after its bubble; 0 counts")
@@ -290,14 +270,10 @@ class SegmentReport(_Model):
     warmup: int | None = Field(default=None, description="iterations before it filled; null where no job was served")
     paired_blocks: int = Field(default=0, description="iterations of a block with or without filling; 0: no blocks")
     command: str = Field(description="the command line of the training")
-    lost_until: int | None = Field(
-        default=None, description="last iteration whose records were deleted while it ran; null if none were"
-    )
+    lost_until: int | None = Field(description="last iteration whose records were deleted while it ran; null if none")
     unwritten: list[int] = Field(default=[], description="ranks with records in this report that are in no file")
     cut: list[int] = Field(default=[], description="ranks of unwritten with more records than memory could hold")
-    between_s: float = Field(
-        default=0.0, description="seconds inside steps of jobs after it, on its devices, without a training"
-    )
+    between_s: float = Field(description="seconds inside steps of jobs after it, on its devices, without a training")
     between_steps: int = Field(default=0, description="number of these steps")
 
 
@@ -367,18 +343,8 @@ class Report(_Model):
     cost: Cost = Field(description="the cost of filling to the training, and the saving from it")
     jobs: list[JobReport] = Field(description="the outcome of each job")
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
-    account: list[AccountReport] = Field(
-        default=[], description="the account of each rank's wall time, then that of all ranks; empty without a record"
-    )
-    timers: list[TimerReport] = Field(
-        default=[], description="Megatron's own timers beside the account; empty below --timing-log-level 1"
-    )
-    late: list[Late] = Field(
-        default=[], description="the ranks that others waited for, those that were waited for longest first"
-    )
-    waits: list[Awaited] = Field(
-        default=[], description="whom the ranks of the picture waited for in their pipeline, longest first"
-    )
-    sandbox: list[SandboxLayer] = Field(
-        description="the layers of the sandbox of jobs on rank 0's node; empty without jobs"
-    )
+    account: list[AccountReport] = Field(description="the account of each rank's wall time, then that of all ranks")
+    timers: list[TimerReport] = Field(description="Megatron's own timers; empty below --timing-log-level 1")
+    late: list[Late] = Field(description="the ranks that others waited for, those that were waited for longest first")
+    waits: list[Awaited] = Field(default=[], description="whom the ranks waited for in their pipeline, longest first")
+    sandbox: list[SandboxLayer] = Field(description="the layers of the sandbox on rank 0's node; empty without jobs")
