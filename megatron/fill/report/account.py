@@ -45,11 +45,8 @@ def account(segments: Sequence[Segment], records: Sequence[AccountRecord]) -> li
     parts: defaultdict[int, list[AccountRecord]] = defaultdict(list)
     for record in records:
         parts[record.rank].append(record)
-    gaps_ns = sum(
-        max(0, int((after.started_s - before.ended_s) * _S))
-        for before, after in pairwise(segments)
-        if before.ended_s is not None
-    )
+    ended = [(before.ended_s, after.started_s) for before, after in pairwise(segments) if before.ended_s is not None]
+    gaps_ns = sum(max(0, int((started_s - ended_s) * _S)) for ended_s, started_s in ended)
     gap = {GAP: Spent(gaps_ns, gaps_ns, len(segments) - 1)} if gaps_ns else {}
     ranks = [_report(rank, its, gap) for rank, its in sorted(parts.items())]
     if not ranks:
@@ -102,7 +99,6 @@ def compared(timers_s: Mapping[str, float], account_s: Mapping[str, float]) -> l
         there = [row for row in rows if row in account_s]
         if names and there:
             time_s, its_s = sum(left.pop(name) for name in names), sum(account_s[row] for row in there)
-            found.append(
-                TimerReport(timers=names, time_s=time_s, rows=there, account_s=its_s, difference_s=its_s - time_s)
-            )
+            both = TimerReport(timers=names, time_s=time_s, rows=there, account_s=its_s, difference_s=its_s - time_s)
+            found.append(both)
     return found + [TimerReport(timers=[name], time_s=time_s) for name, time_s in left.items()]

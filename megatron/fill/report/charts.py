@@ -22,20 +22,6 @@ _COLOURS = {
     "rest": "#999999",
     "step of a job": "#009e73",
 }
-_USES = {
-    TimeUse.STEPS: "#009e73",
-    TimeUse.WAKING: "#0072b2",
-    TimeUse.RUNTIME: "#56b4e9",
-    TimeUse.MISSED: "#7f9fbf",
-    TimeUse.HELD: "#c9a227",
-    TimeUse.LITTLE_TIME: "#e69f00",
-    TimeUse.PAST_PREDICTION: "#f0b95a",
-    TimeUse.LITTLE_MEMORY: "#cc79a7",
-    TimeUse.NO_JOB: "#999999",
-    TimeUse.TOO_SHORT: "#d55e00",
-    TimeUse.NOT_PREDICTED: "#a0522d",
-    TimeUse.NOT_KNOWN: "#bbbbbb",
-}
 _CAUSES = {"it computed": "#0072b2", "its host was late": "#e69f00", "transfer": "#cc79a7"}
 _MOST_WAITS = 40  # pairs of ranks, those that waited longest
 _ZOOM: Chart = {"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}
@@ -100,7 +86,7 @@ def time_uses(report: Report) -> Chart | None:
         for use in TimeUse
         if stage.time_use_ns.get(use)
     ]
-    return _stacked(rows, "s", "s of fillable bubbles", _color(list(_USES)))
+    return _stacked(rows, "s", "s of fillable bubbles", _color(list(TimeUse), {use: use.colour for use in TimeUse}))
 
 
 def _stacked(rows: list[Chart], field: str, title: str, color: Chart) -> Chart | None:
@@ -228,8 +214,7 @@ def predictions(cells: Sequence[tuple[float, float, float, float, int]]) -> Char
     return {"data": {"values": rows}, "height": 260, "layer": [cell_layer, line]}
 
 
-def _color(names: Sequence[str], colours: Mapping[str, str] | None = None) -> Chart:
-    colours = colours or _COLOURS | {str(use): colour for use, colour in _USES.items()}
+def _color(names: Sequence[str], colours: Mapping[str, str] = _COLOURS) -> Chart:
     return {
         "field": "what",
         "type": "nominal",

@@ -17,8 +17,7 @@ _MS = 1e6  # nanoseconds
 def bubble_cycle(seen: Seen) -> RankCycle:
     """Return the cycle over the iterations with the most common number of bubbles.
 
-    The run's first iteration, which compiles and allocates, is left out if others follow.  An evaluation iteration has
-    no record of its own: it begins with the first bubble whose index does not increase.
+    The run's first iteration, which compiles and allocates, is left out if others follow.
     """
     its, bubbles = seen.iterations, seen.bubbles
     used = its.number > its.number.min() if len(its.number) > 1 else np.ones(len(its.number), dtype=bool)
@@ -41,12 +40,11 @@ def bubble_cycle(seen: Seen) -> RankCycle:
 
 
 def write_cycles(path: Path, cycles: Sequence[RankCycle]) -> None:
-    """Write the cycles of all ranks as one JSON file."""
     write_text(path, Cycles(ranks=list(cycles)).model_dump_json(indent=2) + "\n")
 
 
 def _evaluations(bubbles: Bubbles) -> np.ndarray:
-    """Return ``_most_common`` of the evaluation iterations' bubbles."""
+    """Return ``_most_common`` of the evaluation iterations' bubbles, each begun by an index that does not increase."""
     chosen = np.flatnonzero(~bubbles.outside & bubbles.forward_only & (bubbles.index >= 0))
     chosen = chosen[np.argsort(bubbles.start[chosen], kind="stable")]
     index, iteration = bubbles.index[chosen], bubbles.iteration[chosen]

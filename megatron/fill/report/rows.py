@@ -12,7 +12,7 @@ from megatron.fill.display import plain_table
 from megatron.fill.report.schema import Report, Totals
 from megatron.fill.report.window import MANY
 
-ALL = "all"
+type Cells = Callable[[Totals], Sequence[str]]  # the cells of a row but the first one
 
 
 def new_table(title: str, *headings: str) -> Table:
@@ -21,8 +21,10 @@ def new_table(title: str, *headings: str) -> Table:
     return plain_table(*headings, gap=1, title=title, **style)
 
 
-def named_rows(report: Report) -> tuple[str, list[tuple[str, Totals]]]:
-    """Return the heading of the first column, and the rows: ranks (or stages, if there are many ranks), then all."""
+def totals_table(
+    report: Report, title: str, headings: Iterable[str], cells: Callable[[Totals], Sequence[str]]
+) -> Table:
+    """Return a table with a row for each rank (or stage, if there are many ranks), and one for all."""
     rows: list[tuple[str, Totals]]
     if len(report.ranks) > MANY:
         first = ">stage"
@@ -33,18 +35,16 @@ def named_rows(report: Report) -> tuple[str, list[tuple[str, Totals]]]:
     else:
         first = ">rank/\nstage"
         rows = [(f"{rank.rank}/{rank.stage}", rank) for rank in report.ranks]
-    return first, [*rows, (ALL, report.total)] if len(report.ranks) > 1 else rows
+    table = new_table(title, first, *headings)
+    for name, totals in rows:
+        table.add_row(name, *cells(totals))
+    if len(report.ranks) > 1:
+        table.add_section()
+        table.add_row("all", *cells(report.total), style="bold")
+    return table
 
 
 def listed(ranks: Sequence[int], most: int = 6) -> str:
     """Return ``rank 3``, or ``ranks 3, 4``; of more than ``most`` ranks the first, and how many more there are."""
     more = f" and {len(ranks) - most:,} more" if len(ranks) > most else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:most]))}{more}"
-
-
-def add_rows(table: Table, rows: Iterable[tuple[str, Totals]], cells: Callable[[Totals], Sequence[str]]) -> None:
-    """Add the rows; a line separates the row of all ranks."""
-    for name, totals in rows:
-        if name == ALL:
-            table.add_section()
-        table.add_row(name, *cells(totals), style="bold" if name == ALL else "")

@@ -84,9 +84,7 @@ class Totals(_Model):
     evaluation_bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in evaluations, by kind")
     fillable_s: float = Field(description="seconds of all bubbles while filling was on and jobs had settled")
     settling_s: float = Field(description="seconds of bubbles with filling on before that, in no other figure")
-    harvested_s: float | None = Field(
-        description="seconds inside steps and fillable bubbles; null if known of no rank"
-    )
+    harvested_s: float | None = Field(description="seconds inside steps and fillable bubbles; null if known of no rank")
     harvest_ratio: float | None = Field(description="harvested_s / fillable_s, of ranks whose harvest is known")
     outside: dict[BubbleKind, Outside] = Field(description="waits outside the pipeline, by kind; none without any")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")

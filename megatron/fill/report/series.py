@@ -58,8 +58,8 @@ class Series:
         single = single[np.argsort(bubbles.start[single], kind="stable")]
         where, duration = self._bins(bubbles.iteration[single]), bubbles.duration[single]
         np.add.at(self._fillable, where, duration)
-        for job, worker in attempts:
-            self._harvested += self._harvest(job, worker, where, bubbles.seq[single], bubbles.start[single], duration)
+        for attempt in attempts:
+            self._harvested += self._harvest(attempt, where, bubbles.seq[single], bubbles.start[single], duration)
         told = np.flatnonzero((bubbles.predicted > 0) & (bubbles.index >= 0) & ~bubbles.forward_only & ~bubbles.outside)
         np.add.at(self._predicted, (_cell(bubbles.predicted[told]), _cell(bubbles.duration[told])), 1)
         self._add_parts(record)
@@ -76,18 +76,13 @@ class Series:
         return np.clip((iterations - self._first) // self._size, 0, len(self._fillable) - 1)
 
     def _harvest(
-        self,
-        job: JobRecord,
-        worker: WorkerRecord,
-        where: np.ndarray,
-        seqs: np.ndarray,
-        starts: np.ndarray,
-        durations: np.ndarray,
+        self, attempt: Attempt, where: np.ndarray, seqs: np.ndarray, starts: np.ndarray, durations: np.ndarray
     ) -> np.ndarray:
         """Return the harvest of an attempt by bin.
 
         The part in older bubbles, of which only the sum is recorded, is spread evenly over those since its start.
         """
+        job, worker = attempt
         found = np.zeros(len(self._harvested))
         opened = np.flatnonzero(seqs > 0)
         order = opened[np.argsort(seqs[opened], kind="stable")]
@@ -123,10 +118,8 @@ class Series:
 
     def bins(self) -> list[Bin]:
         """Return the stretches of iterations, in order."""
-        (filled, of_filled), (unfilled, of_unfilled) = self._times[True], self._times[False]
-        columns = zip(
-            _over(self._harvested, self._fillable), _over(filled, of_filled), _over(unfilled, of_unfilled), strict=True
-        )
+        sums = ((self._harvested, self._fillable), self._times[True], self._times[False])
+        columns = zip(*(_over(parts, wholes) for parts, wholes in sums), strict=True)
         return [Bin(self._first + at * self._size, *values) for at, values in enumerate(columns)]
 
     def parts(self) -> list[tuple[int, str, float]]:

@@ -14,7 +14,7 @@ from megatron.fill.display import STATE_COLOURS, amount, counted, one_line, perc
 from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.idle import late_lines, print_account, print_timers, print_waits
-from megatron.fill.report.rows import add_rows, listed, named_rows, new_table
+from megatron.fill.report.rows import listed, new_table, totals_table
 from megatron.fill.report.schema import (
     Cost,
     CycleBubble,
@@ -36,20 +36,6 @@ _BRAKES = 5  # stops of one rank that are printed
 _JOBS, _SEGMENTS = 40, 10  # numbers of jobs and segments that are printed
 _RESULTS, _RESULT = 6, 40  # values printed of one job, and letters of each
 _LEAST = 0.0005  # share of the whole from which on a use has a column: all of them are too wide for 80 columns
-_HEADINGS = {
-    TimeUse.STEPS: "in\nsteps",
-    TimeUse.WAKING: "wak-\ning",
-    TimeUse.RUNTIME: "run-\ntime",
-    TimeUse.MISSED: "missed",
-    TimeUse.HELD: "held",
-    TimeUse.LITTLE_TIME: "little\ntime",
-    TimeUse.PAST_PREDICTION: "past\nend",
-    TimeUse.LITTLE_MEMORY: "little\nmemory",
-    TimeUse.NO_JOB: "no\njob",
-    TimeUse.TOO_SHORT: "too\nshort",
-    TimeUse.NOT_PREDICTED: "not pre-\ndicted",
-    TimeUse.NOT_KNOWN: "not\nknown",
-}
 _ENDED = {
     SegmentEnding.RUNNING: "goes on",
     SegmentEnding.WELL: "ended by itself",
@@ -80,7 +66,7 @@ def print_report(report: Report, console: Console) -> None:
         *([f"bubbles that passed while jobs started, in no ratio: {settling_s:,.2f} s"] if settling_s else []),
         *_outside_lines(report.total),
         *late_lines(report.late),
-        *_lines(report, report.segments[-1].paired_blocks if report.segments else 0),
+        *_lines(report),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
         *([f"the sandbox of jobs lacks {', '.join(lacking)}; see pipefill doctor"] if lacking else []),
@@ -109,12 +95,9 @@ def _rank_table(report: Report) -> Table:
     title = "Bubbles of the main job, in seconds by kind, and what side tasks used"
     if len(report.ranks) > MANY:
         title = f"Bubbles of the main job, {len(report.ranks):,} ranks by stage, in seconds by kind"
-    first, rows = named_rows(report)
     bubbles = [f">{kind}" for kind in PIPELINE_KINDS]
-    headings = [first, ">iters", ">median\nms", ">bubble\nshare", *bubbles, ">used", ">harvest\nratio"]
-    table = new_table(title, *headings)
-    add_rows(table, rows, _rank_cells)
-    return table
+    headings = [">iters", ">median\nms", ">bubble\nshare", *bubbles, ">used", ">harvest\nratio"]
+    return totals_table(report, title, headings, _rank_cells)
 
 
 def _rank_cells(totals: Totals) -> list[str]:
@@ -138,10 +121,8 @@ def _use_table(report: Report) -> Table:
         whole_ns = sum(totals.time_use_ns.values())
         return [f"{totals.time_use_ns[use] / whole_ns:.1%}" if whole_ns else "-" for use in used]
 
-    first, rows = named_rows(report)
-    table = new_table("Where the bubble time with filling on went", first, *(f">{_HEADINGS[use]}" for use in used))
-    add_rows(table, rows, cells)
-    return table
+    headings = [f">{use.heading}" for use in used]
+    return totals_table(report, "Where the bubble time with filling on went", headings, cells)
 
 
 def _job_table(jobs: Sequence[JobReport]) -> Table:
@@ -184,10 +165,10 @@ def _segment_lines(segments: Sequence[SegmentReport]) -> Iterator[str]:
     """Yield a line for each of the last segments; none for a single segment that ended by itself."""
     if len(segments) == 1 and segments[0].ending is SegmentEnding.WELL and not segments[0].between_steps:
         return
-    yield "the run so far:" if segments and segments[-1].ending is SegmentEnding.RUNNING else "the run:"
+    yield "the run so far:" if segments[-1].ending is SegmentEnding.RUNNING else "the run:"
     for segment in segments[-_SEGMENTS:]:
-        seen = f"iterations {segment.first_iteration} to {segment.last_iteration}"
-        what = seen if segment.iterations else "no iteration recorded"
+        what = f"iterations {segment.first_iteration} to {segment.last_iteration}"
+        what = what if segment.iterations else "no iteration recorded"
         lacking = segment.ranks - segment.recorded
         said = f", no record of {lacking} of its {segment.ranks} ranks" if lacking > 0 else ""
         yield f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}"
@@ -222,8 +203,8 @@ def _slowdown(found: Slowdown, pairs: str) -> str:
     return f"{found.mean:+.2%} (95% interval {low:+.2%} to {high:+.2%}, {found.pairs} {pairs})"
 
 
-def _lines(report: Report, paired_blocks: int) -> Iterator[str]:
-    summary = report.summary
+def _lines(report: Report) -> Iterator[str]:
+    summary, paired_blocks = report.summary, report.segments[-1].paired_blocks
     if summary.slowdown:
         slowdown = _slowdown(summary.slowdown, f"pair{'s' if summary.slowdown.pairs > 1 else ''} of blocks")
     elif paired_blocks:
@@ -295,17 +276,10 @@ def _cycle_table(title: str, bubbles: Sequence[CycleBubble]) -> Table:
     times = (">mean\nms", ">p10\nms", ">p90\nms", ">starts at\nms")
     table = new_table(title, ">index", "<kind", *times, ">share of\niteration", ">free\nGiB", ">seen")
     for bubble in bubbles:
-        table.add_row(
-            str(bubble.index),
-            str(bubble.kind),
-            _milliseconds(bubble.mean_ms),
-            _milliseconds(bubble.p10_ms),
-            _milliseconds(bubble.p90_ms),
-            _milliseconds(bubble.offset_ms),
-            percent(bubble.share),
-            f"{bubble.free_bytes / _GIB:.1f}" if bubble.free_bytes else "-",
-            str(bubble.count),
-        )
+        its_ms = (bubble.mean_ms, bubble.p10_ms, bubble.p90_ms, bubble.offset_ms)
+        cells = [f"{ms:.2f}" if ms < 1000 else f"{ms:.1f}" for ms in its_ms]
+        free = f"{bubble.free_bytes / _GIB:.1f}" if bubble.free_bytes else "-"
+        table.add_row(str(bubble.index), str(bubble.kind), *cells, percent(bubble.share), free, str(bubble.count))
     return table
 
 
@@ -314,10 +288,6 @@ def _short(value: float) -> str:
     if value >= 1000 or value == 0:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.2f}" if value < 1000 else f"{value:.1f}"
 
 
 def _distribution(times: Percentiles | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Self
 
 import numpy as np
 
@@ -19,18 +20,27 @@ from megatron.fill.types import Lack, WorkerRecord
 class TimeUse(StrEnum):
     """The use of a stretch of a bubble, or the reason why it was not used."""
 
-    STEPS = "steps"  # inside steps of jobs
-    WAKING = "waking"  # from the opening to the first step
-    RUNTIME = "runtime"  # between steps, in the pause, in a worker that skipped the bubble
-    MISSED = "missed"  # whole bubbles of which a worker that was there has nothing
-    HELD = "held"  # until many bubbles like it would have ended
-    LITTLE_TIME = "little_time"  # before the predicted end; the next step did not fit
-    PAST_PREDICTION = "past_prediction"  # after the predicted end, hence no step was begun
-    LITTLE_MEMORY = "little_memory"  # the next step needs more memory than the bubble has
-    NO_JOB = "no_job"  # no worker had a step to run
-    TOO_SHORT = "too_short"  # before a predicted end so near that the gate stayed shut
-    NOT_PREDICTED = "not_predicted"  # no prediction, hence the gate stayed shut
-    NOT_KNOWN = "not_known"  # old bubbles, of which only sums are recorded; or the workers' records are missing
+    heading: str  # of its column on a terminal
+    colour: str  # of its bar on the page
+
+    def __new__(cls, value: str, heading: str, colour: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.heading, member.colour = heading, colour
+        return member
+
+    STEPS = "steps", "in\nsteps", "#009e73"  # inside steps of jobs
+    WAKING = "waking", "wak-\ning", "#0072b2"  # from the opening to the first step
+    RUNTIME = "runtime", "run-\ntime", "#56b4e9"  # between steps, in the pause, in a worker that skipped the bubble
+    MISSED = "missed", "missed", "#7f9fbf"  # whole bubbles of which a worker that was there has nothing
+    HELD = "held", "held", "#c9a227"  # until many bubbles like it would have ended
+    LITTLE_TIME = "little_time", "little\ntime", "#e69f00"  # before the predicted end; the next step did not fit
+    PAST_PREDICTION = "past_prediction", "past\nend", "#f0b95a"  # after the predicted end, hence no step was begun
+    LITTLE_MEMORY = "little_memory", "little\nmemory", "#cc79a7"  # the next step needs more than the bubble has
+    NO_JOB = "no_job", "no\njob", "#999999"  # no worker had a step to run
+    TOO_SHORT = "too_short", "too\nshort", "#d55e00"  # before a predicted end so near that the gate stayed shut
+    NOT_PREDICTED = "not_predicted", "not pre-\ndicted", "#a0522d"  # no prediction, hence the gate stayed shut
+    NOT_KNOWN = "not_known", "not\nknown", "#bbbbbb"  # only sums are recorded, or the workers' records are missing
 
 
 def time_use(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> dict[TimeUse, int]:
