@@ -35,23 +35,17 @@ class Spent:
 
 
 class Account:
-    """Own times of nested brackets.  Only the thread that made it may enter and leave; any may take a snapshot.
-
-    Attributes:
-        thread: number of that thread.
-        settled: True once the start-up is over.
-        timers: returns the seconds of each of Megatron's own timers; none unless it has them.
-    """
+    """Own times of nested brackets.  Only the thread that made it may enter and leave; any may take a snapshot."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
-        self.timers: Callable[[], Mapping[str, float]] = dict
+        self.timers: Callable[[], Mapping[str, float]] = dict  # seconds of each of Megatron's own timers, if it has any
         self.begin(clock())
 
     def begin(self, start_ns: int) -> None:
         """Begin anew: until the first ``settle``, time in no bracket is the start-up."""
-        self.thread = get_ident()
-        self.settled = False
+        self.thread = get_ident()  # the one that may enter and leave
+        self.settled = False  # True once the start-up is over
         self._start_ns = self._since_ns = start_ns
         # By name: all ns, those in long stretches, the number of stretches.  The stack has the same lists.
         self._spent: dict[str, list[int]] = {START: [0, 0, 0], UNNAMED: [0, 0, 0]}
@@ -67,14 +61,7 @@ class Account:
             self._stack[:] = [self._spent[UNNAMED], *(loop if spent is start else spent for spent in self._stack[1:])]
 
     def enter(self, name: str, *, whole: bool = False) -> int:
-        """Begin a bracket.
-
-        Args:
-            whole: True if the brackets inside it count as parts of it.
-
-        Returns:
-            The bracket's depth, for ``leave``.
-        """
+        """Begin a bracket and return its depth, for ``leave``; of a ``whole`` one the brackets inside are parts."""
         stack = self._stack
         depth = len(stack)
         spent = self._spent.get(name)

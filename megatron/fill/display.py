@@ -26,7 +26,6 @@ STATE_COLOURS = {  # styles of rich
     JobState.CANCELLED: "yellow",
 }
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
-_REPORT_COLUMNS = 80
 _CARET = 0x40  # ESC is shown as ^[
 
 
@@ -49,8 +48,7 @@ def report_console() -> Console:
     """Return a console for the report, whose tables lose figures below 80 columns; a narrow terminal wraps them."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.width >= _REPORT_COLUMNS else Console(width=_REPORT_COLUMNS)
+    return Console(width=max(80, Console().width))
 
 
 def progress(quiet: bool) -> Progress:

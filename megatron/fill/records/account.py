@@ -58,7 +58,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def read_accounts(folder: Path) -> list[AccountRecord]:
-    """Return the accounts of the ranks of a segment that left one, ascending by rank; FillError if one is damaged."""
+    """Return the accounts that a segment's ranks left, ascending by rank; FillError if one is damaged."""
     return sorted(map(_read, folder.glob("account*.json")), key=lambda one: one.rank)
 
 
@@ -94,9 +94,7 @@ class AccountWriter:
         traced: deque[Traced] | None = None,
     ) -> None:
         self._path = _file(folder, info.rank)
-        self._info = info
-        self._account = account
-        self._waited = waited
+        self._info, self._account, self._waited = info, account, waited
         self._traced = deque[Traced]() if traced is None else traced
         self._warned = False
         self._over = threading.Event()

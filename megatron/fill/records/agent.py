@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,20 +65,19 @@ def forgets(unrecorded_ns: int, first_seq: int, older_uses: int, seq: int) -> bo
 
 def attempts_text(attempts: Attempts, most_bytes: int) -> bytes | None:
     """Return the content of ``write_agent`` without steps, or even single bubbles; None if it is still too long."""
-    for uses in (True, False):
-        less = [(job, replace(worker, steps=())) for job, worker in attempts]
-        if not uses:
-            less = [(job, replace(worker, uses=())) for job, worker in less]
-        text = head("agent") + b"".join(_lines(job, worker) for job, worker in less)
-        if len(text) <= most_bytes:
-            return text
-    return None
+    without_steps = [(job, replace(worker, steps=())) for job, worker in attempts]
+    texts = (_text(without_steps), _text([(job, replace(worker, uses=())) for job, worker in without_steps]))
+    return next((text for text in texts if len(text) <= most_bytes), None)
 
 
-def write_agent(path: Path, attempts: Iterable[tuple[JobRecord, WorkerRecord]]) -> None:
+def write_agent(path: Path, attempts: Attempts) -> None:
     """Write attempts to a new file; results that JSON cannot represent are written as text."""
     with replacing(path) as temporary:
-        temporary.write_bytes(head("agent") + b"".join(_lines(job, worker) for job, worker in attempts))
+        temporary.write_bytes(_text(attempts))
+
+
+def _text(attempts: Attempts) -> bytes:
+    return head("agent") + b"".join(_lines(job, worker) for job, worker in attempts)
 
 
 def read_agent(path: Path, steps: bool = True) -> Attempts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,21 +215,24 @@ class LiveSegment:
     def look(self) -> None:
         """Read what was added since the last look; files that cannot be read now are read at the next."""
         for number, files in self._segment.files().items():
+            for path in files.seen:
+                self._tails.setdefault(number, _RankTail(path, self._sample))
+            if (tail := self._tails.get(number)) is None:
+                continue
             with suppress(OSError):
-                for path in files.seen:
-                    tail = self._tails.setdefault(number, _RankTail(path, self._sample))
-                    tail.look()
-            tail_of = self._tails.get(number)
-            rank = tail_of.rank if tail_of is not None else None
+                tail.look()
+            rank = tail.rank
             if rank is None or (self._nodes is not None and rank.info.node not in self._nodes):
                 continue
             self.ranks[number] = rank
             attempts = self._attempts[number]
             with suppress(OSError, FillError):
-                for job, worker in self._ended_since(files.ended):
-                    attempts[_key(job)].ended = True
-                    rank.ended[job.state, job.status.cause] += 1
-                    _add_attempt(rank, attempts[_key(job)], job, worker)
+                for path in files.ended:
+                    _, lines = self._ended.setdefault(path, _Tail(path, "steps")).lines()
+                    for job, worker in (attempt_of(content) for content in lines if "job" in content):
+                        attempts[_key(job)].ended = True
+                        rank.ended[job.state, job.status.cause] += 1
+                        _add_attempt(rank, attempts[_key(job)], job, worker)
                 running = files.running_attempts()
                 rank.running = [one for one in running if not attempts[_key(one[0])].ended]
             for job, worker in rank.running:
@@ -243,12 +246,6 @@ class LiveSegment:
             rank.early_ns = sum(early) if len(early) == len(its) else None
             rank.harvested_ns = sum(one.harvested_ns - one.after_ns(rank.seq) for one in its)
             rank.steps = sum(one.steps for one in its)
-
-    def _ended_since(self, paths: Sequence[Path]) -> Iterator[tuple[JobRecord, WorkerRecord]]:
-        """Yield the attempts that have ended since the last look."""
-        for path in paths:
-            _, lines = self._ended.setdefault(path, _Tail(path, "steps")).lines()
-            yield from (attempt_of(content) for content in lines if "job" in content)
 
     def samples(self) -> Iterator[tuple[LiveRank, Sample]]:
         """Yield the sampled iterations that are complete and were not yielded before."""
@@ -264,8 +261,7 @@ class LiveSegment:
 
     @property
     def harvest_ratio(self) -> float:
-        """Time inside steps and bubbles over fillable bubble time, since jobs had settled, of all ranks; NaN if
-        unknown."""
+        """Time inside steps and bubbles over fillable time, since jobs had settled, of all ranks; NaN if unknown."""
         its = [rank.harvest for rank in self.ranks.values()]
         return _ratio(sum(harvested for harvested, _ in its), sum(fillable for _, fillable in its))
 
@@ -273,7 +269,7 @@ class LiveSegment:
     def slowdown(self) -> Estimate | None:
         """The slowdown of the training by filling, over the recent iterations; None before there are enough pairs."""
         first = next(iter(self.ranks.values()), None)  # an iteration lasts equally long on all ranks
-        return None if first is None else slowdown(list(first.recent))
+        return slowdown(list(first.recent)) if first else None
 
     @property
     def jobs_done(self) -> int:
