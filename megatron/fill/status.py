@@ -151,26 +151,17 @@ def why(cause: Cause, detail: str = "", device: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a job, and what brought it there.
-
-    Attributes:
-        detail: figures or text for people; the whole text if the cause has no text of its own.
-        deaths: number of deaths, with DIED_IN_A_ROW and DIED_TOO_OFTEN.
-        retry: number of the retry that follows; 0 for none.
-        retries: number of retries that the job asks for.
-        device: device that it does not fit; otherwise empty.
-        unheard: the store does not have this status.
-    """
+    """The state of a job, and what brought it there."""
 
     state: JobState
     cause: Cause = Cause.NONE
-    detail: str = ""
+    detail: str = ""  # figures or text for people; the whole text if the cause has no text of its own
     then: Then = Then.NONE
-    deaths: int = 0
-    retry: int = 0
-    retries: int = 0
-    device: str = ""
-    unheard: bool = False
+    deaths: int = 0  # number of deaths, with DIED_IN_A_ROW and DIED_TOO_OFTEN
+    retry: int = 0  # number of the retry that follows; 0 for none
+    retries: int = 0  # number of retries that the job asks for
+    device: str = ""  # device that it does not fit; otherwise empty
+    unheard: bool = False  # True if the store does not have this status
 
     @property
     def failed(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,10 @@ def begin_segment(run_dir: Path, command: str, ranks: int, **more: Any) -> OpenS
     """Create the next segment's folder and file; ``more`` are further attributes of ``Segment``."""
     records = run_dir / RECORDS
     records.mkdir(parents=True, exist_ok=True)
-    number = max(_numbers(records), default=0) + 1
-    while True:
+    for number in count(max(_numbers(records), default=0) + 1):
         folder = records / str(number)
-        try:
+        with suppress(FileExistsError):  # another training of this run, at the same time
             folder.mkdir()
-        except FileExistsError:  # another training of this run, at the same time
-            number += 1
-        else:
             break
     return OpenSegment(Segment(folder, number, command, time.time(), ranks, **more))
 

@@ -129,6 +129,7 @@ class ReportBuilder:
         total = _with_units(self._total.totals(), units)
         paired = self._paired()
         slowdown = paired_slowdown(paired)
+        with_s = sum(fmean(sums.filled.values()) for sums in self.segments.values() if sums.filled) / _S
         summary = Summary(
             iterations=total.iterations,
             bubble_share=total.bubble_share,
@@ -141,14 +142,13 @@ class ReportBuilder:
             overrun_us=total.overrun_us,
             jobs=[JobSummary(**job.model_dump(include=set(JobSummary.model_fields))) for job in jobs],
         )
-        last = segments[-1] if segments else None
+        last = segments[-1]
         records = account_records(segments)
         accounts = account(segments, records)
         return Report(
-            command=last.command if last else "",
+            command=last.command,
             segments=[
-                self._segment(segment, unwritten.get(segment.number, {}), between.get(segment.number, ()))
-                for segment in segments
+                self._segment(one, unwritten.get(one.number, {}), between.get(one.number, ())) for one in segments
             ],
             summary=summary,
             ranks=[_with_units(rank, units) for rank in self._ranks],
@@ -157,26 +157,14 @@ class ReportBuilder:
                 for stage, (tally, ranks) in sorted(self._stages.items())
             ],
             total=total,
-            cost=cost_of(
-                self._with_s(),
-                slowdown,
-                self._total.done,
-                jobs,
-                prices or (last.prices if last else None),
-                paired=bool(last and last.paired_blocks),
-            ),
+            cost=cost_of(with_s, slowdown, self._total.done, jobs, prices or last.prices, last.paired_blocks > 0),
             jobs=list(jobs),
             cycle=self._cycles,
             account=accounts,
             timers=timers(records, accounts),
             late=late(self._ranks, accounts),
-            sandbox=[SandboxLayer(name=name, lacks=why) for name, why in (last.sandbox if last else {}).items()],
+            sandbox=[SandboxLayer(name=name, lacks=why) for name, why in last.sandbox.items()],
         )
-
-    def _with_s(self) -> float:
-        """Return the seconds of training in iterations with filling on: the mean over the ranks of each segment."""
-        filled = [fmean(sums.filled.values()) for sums in self.segments.values() if sums.filled]
-        return sum(filled) / _S
 
     def _paired(self) -> list[Iteration]:
         """Return the iterations of all segments in paired blocks; no pair spans two segments."""

@@ -58,9 +58,8 @@ def _marks(window: Window, shown: Shown) -> list[Chart]:
     for record in shown.ranks:
         rank, row = record.info.rank, f"rank {record.info.rank}, stage {record.info.stage}"
         spans = [(one.name, one.start_ns, one.end_ns, one.iteration, "") for one in near(record.spans, window)]
-        waits = [
-            (f"{one.kind} bubble", one.start_ns, one.end_ns, one.iteration, "") for one in near(record.bubbles, window)
-        ]
+        bubbles = near(record.bubbles, window)
+        waits = [(f"{one.kind} bubble", one.start_ns, one.end_ns, one.iteration, "") for one in bubbles]
         its = [worker for worker in shown.workers if worker.rank == rank]
         steps = [("step of a job", start, end, 0, worker.job) for worker in its for start, end in worker.steps]
         for what, start_ns, end_ns, iteration, job in [*spans, *waits, *steps]:
@@ -102,12 +101,8 @@ def _stacked(rows: list[Chart], field: str, title: str, color: Chart) -> Chart |
         "color": color,
         "tooltip": [{"field": "stage"}, {"field": "what"}, {"field": field}],
     }
-    return {
-        "data": {"values": rows},
-        "height": 26 * len({row["stage"] for row in rows}),
-        "mark": "bar",
-        "encoding": encoding,
-    }
+    height = 26 * len({row["stage"] for row in rows})
+    return {"data": {"values": rows}, "height": height, "mark": "bar", "encoding": encoding}
 
 
 def waits(report: Report) -> Chart | None:

@@ -66,12 +66,8 @@ def cost_of(
 def _side_work(job: str, done: JobWork, stated: float | None) -> SideWork:
     alone = done.alone_work / done.alone_ns * _S if done.alone_ns > 0 and done.alone_work > 0 else None
     throughput = stated or alone
-    return SideWork(
-        job=job,
-        throughput=throughput,
-        measured=stated is None and alone is not None,
-        side_s=done.work / throughput if throughput else None,
-    )
+    side_s, measured = done.work / throughput if throughput else None, stated is None and alone is not None
+    return SideWork(job=job, throughput=throughput, measured=measured, side_s=side_s)
 
 
 def _lacking(

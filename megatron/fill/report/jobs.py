@@ -35,7 +35,7 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
         if job.state is JobState.RUNNING and number not in going:
             job = replace(job, status=_CUT)
         merged[job.name, job.directory] = job if before is None else _sum(before, job), its
-    known = {job.name for job, _ in merged.values()}
+    known = {name for name, _ in merged}
     missing = list(dict.fromkeys(name for segment in segments for name in segment.jobs if name not in known))
     open_ended = {job.name for job, _ in merged.values() if job.status == _CUT}
     told = ask([*missing, *open_ended]) if missing or open_ended else {}
@@ -45,12 +45,8 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
 
 def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
     """Return the later record, with the sums of both."""
-    return replace(
-        job,
-        work_done=before.work_done + job.work_done,
-        steps=before.steps + job.steps,
-        harvested_s=before.harvested_s + job.harvested_s,
-    )
+    sums = {name: getattr(before, name) + getattr(job, name) for name in ("work_done", "steps", "harvested_s")}
+    return replace(job, **sums)
 
 
 def _corrected(job: JobRecord, told: Mapping[str, JobRecord]) -> JobRecord:

@@ -185,8 +185,6 @@ def _by_kind(bubbles: Bubbles, chosen: np.ndarray) -> Counter[BubbleKind]:
 
 
 def _of_uses(workers: Sequence[WorkerRecord], name: str, by: str, least: int) -> np.ndarray:
-    values, known = (
-        np.array([value for worker in workers for value in column(worker.uses, field)], dtype=np.int64)
-        for field in (name, by)
-    )
+    columns = ([value for worker in workers for value in column(worker.uses, field)] for field in (name, by))
+    values, known = (np.array(its, dtype=np.int64) for its in columns)
     return values[known >= least]

@@ -125,20 +125,14 @@ class Series:
     def parts(self) -> list[tuple[int, str, float]]:
         """Return stage, part and its milliseconds of a mean iteration."""
         names = ["forward", "backward", *(f"{kind} bubble" for kind in PIPELINE_KINDS), "rest"]
-        return [
-            (stage, name, its[name] / self._whole[stage] / _MS)
-            for stage, its in sorted(self._parts.items())
-            for name in names
-            if self._whole[stage] and its[name]
-        ]
+        stages = [(stage, its, self._whole[stage]) for stage, its in sorted(self._parts.items()) if self._whole[stage]]
+        return [(stage, name, its[name] / count / _MS) for stage, its, count in stages for name in names if its[name]]
 
     def predictions(self) -> list[tuple[float, float, float, float, int]]:
         """Return the edges in ms of each cell (predicted from, to, measured from, to), and its bubbles."""
-        edges = 10.0 ** (_DECADES[0] + np.arange(len(self._predicted) + 1) / _CELLS)
-        return [
-            (float(edges[x]), float(edges[x + 1]), float(edges[y]), float(edges[y + 1]), int(self._predicted[x, y]))
-            for x, y in np.argwhere(self._predicted)
-        ]
+        edges = (10.0 ** (_DECADES[0] + np.arange(len(self._predicted) + 1) / _CELLS)).tolist()
+        cells = ((x, y, int(self._predicted[x, y])) for x, y in np.argwhere(self._predicted))
+        return [(edges[x], edges[x + 1], edges[y], edges[y + 1], count) for x, y, count in cells]
 
 
 def _cell(durations_ns: np.ndarray) -> np.ndarray:

@@ -158,10 +158,10 @@ class MeanIterations:
     def iterations(self, blocks_before: int) -> list[Iteration]:
         """Return the iterations in paired blocks that all ranks recorded, their blocks offset by ``blocks_before``."""
         whole = np.flatnonzero((self._sums["ranks"] == self._ranks) & (self._sums["block"] >= 0))
-        rows = zip(whole.tolist(), self._sums[whole].tolist(), strict=True)
+        rows = zip((self._first + whole).tolist(), self._sums[whole].tolist(), strict=True)
         return [
-            Iteration(self._first + at, 0, round(duration / ranks), filling, block + blocks_before, watched)
-            for at, (duration, ranks, block, filling, watched) in rows
+            Iteration(number, 0, round(duration / ranks), filling, block + blocks_before, watched)
+            for number, (duration, ranks, block, filling, watched) in rows
         ]
 
 

@@ -77,9 +77,8 @@ def draw_timeline(
     else:
         lanes = [_lanes(record, shown.workers, window) for record in ranks]
         colours, legend = _job_colours(lanes)
-        axes = figure.add_axes(
-            (_LEFT_IN / _WIDTH_IN, (_BOTTOM_IN + below) / height, _AXES_IN / _WIDTH_IN, _ROW_IN * len(ranks) / height)
-        )
+        bottom, tall = (_BOTTOM_IN + below) / height, _ROW_IN * len(ranks) / height
+        axes = figure.add_axes((_LEFT_IN / _WIDTH_IN, bottom, _AXES_IN / _WIDTH_IN, tall))
         for row, its in enumerate(lanes):
             _draw_main(axes, row, its, window)
             _draw_side(axes, row, its, colours, window)
@@ -152,9 +151,8 @@ def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
         if bar[1] * _scale(window) > (len(label) + 1.5) * _CHARACTER_IN:
             _write(axes, row, bar, label, color=_INK, bbox=box)
     for _, (start, width) in lanes.iterations:
-        axes.vlines(
-            [start, start + width], row + _LANE_TOP, row + _SIDE_TOP + _SIDE, colors=_INK, linewidth=0.9, clip_on=False
-        )
+        top, bottom = row + _LANE_TOP, row + _SIDE_TOP + _SIDE
+        axes.vlines([start, start + width], top, bottom, colors=_INK, linewidth=0.9, clip_on=False)
 
 
 def _write(axes: Axes, row: int, bar: Bar, label: str, **style: Any) -> None:
@@ -206,11 +204,8 @@ def _shorten(name: str) -> str:
 def _dress_axes(axes: Axes, infos: Sequence[RankInfo], first: _Lanes, window: Window) -> None:
     axes.set_xlim(0, window.duration_ns / 1e6)
     axes.set_ylim(len(infos), 0)
-    axes.set_yticks(
-        [row + _LANE_TOP + (_LANE + _SIDE) / 2 for row in range(len(infos))],
-        [f"rank {info.rank}\nstage {info.stage}" for info in infos],
-        fontsize=9,
-    )
+    middles = [row + _LANE_TOP + (_LANE + _SIDE) / 2 for row in range(len(infos))]
+    axes.set_yticks(middles, [f"rank {info.rank}\nstage {info.stage}" for info in infos], fontsize=9)
     axes.set_xlabel(f"ms from the start of iteration {window.first}", fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)

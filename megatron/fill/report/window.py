@@ -129,9 +129,7 @@ def choose_shown(segments: Mapping[int, SegmentSums]) -> tuple[int, Sequence[int
     segment with more than ``MANY`` ranks, one replica (the ranks with equal data- and tensor-parallel ranks) is shown:
     the one that harvested the most.
     """
-    worth = [
-        (any(sums.harvested.values()), number) for number, sums in segments.items() if any(sums.iterations.values())
-    ]
+    worth = [(any(its.harvested.values()), number) for number, its in segments.items() if any(its.iterations.values())]
     if not worth:
         return 0, (), ""
     number = max(worth)[1]
@@ -146,9 +144,6 @@ def choose_shown(segments: Mapping[int, SegmentSums]) -> tuple[int, Sequence[int
     for info in infos:  # the first rank of each stage; context parallelism has several
         stages.setdefault(info.stage, info.rank)
     counts = [len(set(its)) for its in zip(*replicas, strict=True)]
-    what = [
-        f"{name}-parallel rank {at} of {count}"
-        for name, at, count in zip(("data", "tensor"), place, counts, strict=True)
-        if count > 1
-    ]
+    its = zip(("data", "tensor"), place, counts, strict=True)
+    what = (f"{name}-parallel rank {at} of {count}" for name, at, count in its if count > 1)
     return number, sorted(stages.values()), ", ".join(what)
