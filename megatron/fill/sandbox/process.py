@@ -150,7 +150,7 @@ class SandboxedProcess:
             if readable(0, alive_r):  # it died before the call
                 os._exit(1)
             prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that orphans come here even without a process namespace
-            lacking = [be_first_to_die()]  # while /proc is writable
+            self.lacking = [be_first_to_die()]  # while /proc is writable
             proc = open_inner(self._sandbox)
             hide_memory(True)
             init = os.getpid()
@@ -159,7 +159,7 @@ class SandboxedProcess:
             if child == 0:
                 os.close(alive_r)
                 ours.close()
-                self._run_job(init, told_w, go_r, proc, theirs, lacking)
+                self._run_job(init, told_w, go_r, proc, theirs)
             os.close(go_r)
             theirs.close()
             if self._sandbox.devices:
@@ -173,9 +173,7 @@ class SandboxedProcess:
         finally:
             os._exit(0)
 
-    def _run_job(
-        self, init: int, told_w: int, go_r: int, proc: int, names: socket.socket, lacking: list[str]
-    ) -> NoReturn:
+    def _run_job(self, init: int, told_w: int, go_r: int, proc: int, names: socket.socket) -> NoReturn:
         """Run the job's process; ``names`` is for ``naming``."""
         try:
             os.setpgid(0, 0)
@@ -184,11 +182,11 @@ class SandboxedProcess:
             peak.keep(proc)
             os.close(proc)
             with names:
-                lacking += give_everything_up(self._sandbox, names if self._sandbox.devices else None)
+                self.lacking += give_everything_up(self._sandbox, names if self._sandbox.devices else None)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets it
             if os.getppid() != init:
                 os._exit(1)
-            _tell(told_w, lacking=lacking)
+            _tell(told_w, lacking=self.lacking)
             os.close(told_w)
         except BaseException as error:
             _tell_error(told_w, error)

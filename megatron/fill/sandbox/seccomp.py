@@ -147,9 +147,7 @@ def _open() -> Any:
     return library
 
 
-def _refuse(
-    library: Any, context: int, call: str | int, *conditions: tuple[int, int, int, int], code: int = errno.EPERM
-) -> None:
+def _refuse(library: Any, context: int, call: str | int, *conditions: tuple[int, ...], code: int = errno.EPERM) -> None:
     number = call if isinstance(call, int) else library.seccomp_syscall_resolve_name(call.encode())
     if number < 0:  # this architecture, or this libseccomp, does not have it
         return

@@ -15,13 +15,9 @@ class StepEstimator:
 
     def __init__(self) -> None:
         self.estimate_ns = 0  # 0 while unknown
+        self.count = 0  # number of recent steps that were observed
         self._recent: deque[int] = deque()
         self._ordered: list[int] = []
-
-    @property
-    def count(self) -> int:
-        """The number of observations that count."""
-        return len(self._ordered)
 
     @property
     def sure(self) -> bool:
@@ -34,6 +30,7 @@ class StepEstimator:
         insort(ordered, duration_ns)
         if len(recent) > WINDOW:
             del ordered[bisect_left(ordered, recent.popleft())]
+        self.count = len(ordered)
         # Until there are more than a few, take the shortest.
         self.estimate_ns = ordered[int(QUANTILE * (len(ordered) - 1)) if self.sure else 0]
 
