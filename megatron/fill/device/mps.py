@@ -68,8 +68,7 @@ class MpsDaemon:
         log.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(pipe):
             daemon = cls(pipe, log, True, program)
-            left = daemon._pid()
-            if left is not None and _is_daemon(left) and daemon.answers():
+            if daemon._pid() is not None and daemon.answers():
                 holder = text(pipe / _OWNER_FILE)
                 if holder == _identity(owner):
                     daemon.ours = False
@@ -191,7 +190,7 @@ class MpsDaemon:
     def _clean(self) -> None:
         """Kill a daemon that does not answer, and empty the pipe folder."""
         daemon = self._pid()
-        if daemon is not None and _is_daemon(daemon):
+        if daemon is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(daemon, signal.SIGKILL)
         for entry in self.pipe.iterdir():
@@ -201,8 +200,9 @@ class MpsDaemon:
                 entry.unlink(missing_ok=True)
 
     def _pid(self) -> int | None:
+        """The pid of the daemon; None if there is none that lives."""
         found = text(self.pipe / _PID_FILE).strip()
-        return int(found) if found.isdigit() else None
+        return int(found) if found.isdigit() and _is_daemon(int(found)) else None
 
     def _ask(self, command: str, timeout_s: float = _COMMAND_S) -> str | None:
         """The daemon's answer to a command; None if it gave none."""

@@ -41,10 +41,17 @@ class Facts:
 
 def gather() -> Facts:
     """Probe this machine, for all facts except ``cuda_lacks``."""
-    gpus, driver, exclusive = find_gpus()
+    exclusive: tuple[str, ...] = ()
+    try:
+        nvml = shared_nvml()
+        gpus, driver = nvml.gpus(), nvml.driver()
+        modes = [(gpu.index, nvml.shared_by(gpu.uuid)) for gpu in gpus]
+        exclusive = tuple(f"GPU {index} is for {whom} process" for index, whom in modes if whom != "all")
+    except (DeviceError, ImportError) as error:
+        gpus, driver = [], str(error)
     device_regions, device_limits = find_device_limits()
     return Facts(
-        gpus=gpus,
+        gpus=tuple(gpu.name for gpu in gpus),
         driver=driver,
         mps=shutil.which(PROGRAM) or "",
         host_pids=has_host_pids(),
@@ -59,18 +66,6 @@ def gather() -> Facts:
         device_limits=device_limits,
         exclusive=exclusive,
     )
-
-
-def find_gpus() -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """``Facts.gpus``, ``driver`` and ``exclusive``."""
-    try:
-        nvml = shared_nvml()
-        gpus, driver = nvml.gpus(), nvml.driver()
-        modes = [(gpu.index, nvml.shared_by(gpu.uuid)) for gpu in gpus]
-    except (DeviceError, ImportError) as error:
-        return (), str(error), ()
-    exclusive = tuple(f"GPU {index} is for {whom} process" for index, whom in modes if whom != "all")
-    return tuple(gpu.name for gpu in gpus), driver, exclusive
 
 
 def find_device_limits(
