@@ -40,12 +40,14 @@ class Account:
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
         self.timers: Callable[[], Mapping[str, float]] = dict  # seconds of each of Megatron's own timers, if it has any
+        self.without_core: Callable[[], int] = lambda: 0  # ns for which its thread was ready and had no core
         self.begin(clock())
 
     def begin(self, start_ns: int) -> None:
         """Begin anew: until the first ``settle``, time in no bracket is the start-up."""
         self.thread = get_ident()  # the one that may enter and leave
         self.settled = False  # True once the start-up is over
+        self._without_core_ns = 0  # when the start-up was over
         self._start_ns = self._since_ns = start_ns
         # By name: all ns, those in long stretches, the number of stretches.  The stack has the same lists.
         self._spent: dict[str, list[int]] = {START: [0, 0, 0], UNNAMED: [0, 0, 0]}
@@ -55,10 +57,16 @@ class Account:
     def settle(self) -> None:
         """End the start-up: a bracket of it that goes on, such as the training loop's, is ``LOOP`` from now on."""
         if not self.settled:
+            self._without_core_ns = self.without_core()
             self.settled = True
             self._cut(self._stack[self._whole or -1])
             start, loop = self._spent[START], self._spent.setdefault(LOOP, [0, 0, 0])
             self._stack[:] = [self._spent[UNNAMED], *(loop if spent is start else spent for spent in self._stack[1:])]
+
+    @property
+    def host_late_ns(self) -> int:
+        """The ns since the start-up for which the thread was ready and had no core.  For any thread."""
+        return self.without_core() - self._without_core_ns if self.settled else 0
 
     def enter(self, name: str, *, whole: bool = False) -> int:
         """Begin a bracket and return its depth, for ``leave``; of a ``whole`` one the brackets inside are parts."""

@@ -7,12 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.fill.account import Account, Spent
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
+from megatron.fill.linux.proc import waited_ns_in
 from megatron.fill.records.files import head, read_lines
 from megatron.fill.types import RankInfo
 
@@ -46,6 +48,7 @@ class AccountRecord:
     # seconds of each of Megatron's own timers; empty below ``--timing-log-level 1``
     timers: Mapping[str, float] = field(default_factory=dict)
     traced: Sequence[Traced] = ()  # the spans of the training's own trace that the latest sampled iterations ran in
+    host_late_ns: int = 0  # the time since the first iteration for which its main thread was ready and had no core
 
     @property
     def blind(self) -> bool:
@@ -80,6 +83,8 @@ def _read(path: Path) -> AccountRecord:
 class AccountWriter:
     """Writes the account of this process, in a thread of its own; a slow or full disk delays nobody.
 
+    The thread that makes it is the one whose account it is.
+
     Args:
         waited: returns True once a wait for another stage has been seen.
         traced: ``AccountRecord.traced``, which the training's own thread appends to.
@@ -97,6 +102,7 @@ class AccountWriter:
         self._info, self._account, self._waited = info, account, waited
         self._traced = deque[Traced]() if traced is None else traced
         self._warned = False
+        account.without_core = partial(waited_ns_in, Path(f"/proc/self/task/{threading.get_native_id()}/schedstat"))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="account", daemon=True)
         self._thread.start()
@@ -120,7 +126,10 @@ class AccountWriter:
             logger.debug("Megatron's timers cannot be read", exc_info=True)
             timers = {}
         traced = list(self._traced.copy())
-        record = AccountRecord(info.rank, info.stage, info.stages, wall_ns, self._waited(), spent, timers, traced)
+        late_ns = self._account.host_late_ns
+        record = AccountRecord(
+            info.rank, info.stage, info.stages, wall_ns, self._waited(), spent, timers, traced, late_ns
+        )
         if record.blind and not self._warned:
             self._warned = True
             logger.error("rank %d (stage %d): %s", info.rank, info.stage, BLIND)

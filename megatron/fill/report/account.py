@@ -74,6 +74,7 @@ def _report(
         idle_share=sum(ns for ns, _ in idle) / wall_ns,
         long_idle_s=sum(long_ns for _, long_ns in idle) / _S,
         blind=all(part.blind for part in parts),
+        host_late_s=sum(part.host_late_ns for part in parts) / _S,
         times=[
             NamedTime(name=name, compute=name in COMPUTE, time_s=ns / _S, share=ns / wall_ns, long_s=long_ns / _S)
             for name, (ns, long_ns) in sorted(sums.items(), key=lambda one: -one[1][0])

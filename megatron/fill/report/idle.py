@@ -16,6 +16,7 @@ from megatron.fill.types import PIPELINE_KINDS
 
 _LATE, _RANKS = 5, 4  # numbers of waits for late ranks that are printed, and of ranks in each
 _WAITS, _LEAST_WAIT = 20, 0.02  # number of printed pairs of ranks, and the least share of all waits that is printed
+_LEAST_LATE = 0.01  # of the wall time; a host that is late for less is not named
 _TIMERS = 2  # names of timers in a row
 _BUBBLES = ("--fill-jobs",)
 _REDUCE, _REPLICAS = "--overlap-grad-reduce", "data group"
@@ -44,6 +45,12 @@ def print_account(accounts: Sequence[AccountReport], console: Console, command: 
     """
     if accounts:
         console.print(_table(accounts, _had(command, accounts[-1])), "")
+    late = [one for one in accounts if one.rank is not None and one.host_late_s >= _LEAST_LATE * one.wall_s]
+    if late:
+        most_s = max(one.host_late_s for one in late)
+        who = listed([one.rank for one in late if one.rank is not None], _RANKS)
+        line = f"ready, but without a core, as others had it: {who}, for up to {most_s:,.1f} s"
+        console.print(line, highlight=False)
     blind = sum(one.blind for one in accounts if one.rank is not None)
     if blind:  # no wait was seen in a training of several stages
         line = f"on {blind} of {len(accounts) - 1} ranks: {BLIND}"

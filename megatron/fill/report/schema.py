@@ -296,6 +296,10 @@ class AccountReport(_Model):
     long_idle_s: float = Field(description="seconds of named idle time in stretches of 1 ms or more")
     blind: bool = Field(description="true if no wait was seen in a training of several stages")
     times: list[NamedTime] = Field(description="the wall time by what it went to, longest first")
+    host_late_s: float = Field(
+        default=0.0,
+        description="seconds since the first iteration for which its main thread was ready and had no core",
+    )
 
 
 class TimerReport(_Model):

@@ -55,6 +55,17 @@ def test_a_bracket_of_the_start_up_that_goes_on_is_the_training_loop():
     assert ns_of(account) == {START: 15, "load": 3, "forward": 7, LOOP: 1, UNNAMED: 2}
 
 
+def test_a_late_host_counts_from_the_first_iteration_on():
+    account, _ = make()
+    waited_ns = [7]
+    account.without_core = lambda: waited_ns[0]
+    assert account.host_late_ns == 0
+    account.settle()
+    waited_ns[0] = 12
+    account.settle()
+    assert account.host_late_ns == 5
+
+
 def test_a_whole_contains_what_is_inside():
     account, clock = make()
     account.settle()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from megatron.fill.account import Account
 from megatron.fill.errors import FillError
+from megatron.fill.linux.proc import waited_ns_in
 from megatron.fill.records.account import AccountWriter, read_accounts
 from megatron.fill.records.segment import begin_segment
 from megatron.fill.report.account import account, account_records
@@ -46,6 +49,24 @@ def test_compute_and_named_idle_time_are_shares_of_the_wall_time(tmp_path: Path)
     assert [one.name for one in first.times if one.compute] == ["forward", "optimizer"]
     assert (whole.rank, whole.wall_s, whole.long_idle_s) == (None, pytest.approx(0.0185), 0.002)
     assert sum(one.share for one in whole.times) == pytest.approx(1)
+
+
+def test_a_host_without_a_core_is_named(tmp_path: Path):
+    segment = begin_segment(tmp_path, "train", 2).segment
+    for rank, late_ms in enumerate((0, 300)):
+        its, waited_ns = Account(), [5]
+        writer = AccountWriter(segment.folder, RankInfo(rank, 2, rank, 2, 0, 1, rank, 2), its, lambda: True)
+        kernels = waited_ns_in(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat"))
+        assert kernels <= its.without_core()
+        assert its.without_core() > 0 or not kernels
+        its.without_core = partial(lambda waited: waited[0], waited_ns)
+        its.settle()
+        waited_ns[0] += late_ms * 1_000_000
+        writer.close()
+    accounts = account([segment], account_records([segment]))
+    assert [one.host_late_s for one in accounts] == pytest.approx([0, 0.3, 0.3])
+    print_account(accounts, Console(file=(out := StringIO()), width=80), "train")
+    assert "ready, but without a core, as others had it: rank 1, for up to 0.3 s" in out.getvalue()
 
 
 def test_the_time_between_segments_is_idle(tmp_path: Path):
