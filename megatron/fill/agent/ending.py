@@ -32,7 +32,4 @@ class Watcher(Protocol):
     """Checks one condition under which a worker has to end."""
 
     def look(self) -> Ending | None:
-        """Check once; None while the worker may go on.
-
-        The thread that watches the worker calls this a few times a second.
-        """
+        """Check once, which its seat does a few times a second; None while the worker may go on."""

@@ -1,7 +1,7 @@
 """Moves a tail job of another rank to this one when this rank has no job.
 
 An idle rank watches the tail jobs of its run for a while, by their entries in the store, and asks for the one that
-gains most (``best_move``).  The job's agent learns of the request with its next heartbeat, saves the job and
+gains most (``move_gain_s``).  The job's agent learns of the request with its next heartbeat, saves the job and
 gives it back.  Then only this rank can claim the job (``JobStore.ask_for``), which resumes from its checkpoint.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -28,34 +28,23 @@ _PAUSES = 2.0  # duration of a move in start-up times: the job is saved, stopped
 _YIELD = 0.7  # share of bubble time that a resident job uses
 
 
-@dataclass(frozen=True, slots=True)
-class Prospect:
-    """A tail job, and its expected speed on an idle device."""
+def move_gain_s(speed: float, elsewhere: float, left_s: float | None, ran_s: float, startup_s: float) -> float:
+    """Return the time in s by which a tail job would be done earlier on an idle device; 0 if a move is not worth it.
 
-    job: int  # number of the job
-    speed: float  # current speed, per wall-clock second; in any unit, the same as ``elsewhere``
-    elsewhere: float  # expected speed on the idle device
-    left_s: float | None  # remaining time where it is; infinity if it makes no progress there, None if unknown
-    ran_s: float  # time that it has run there
-    startup_s: float  # start-up time of its worker
+    It is worth it if it gains more than its own duration, and the device is considerably faster.
 
-    @property
-    def gain_s(self) -> float:
-        """The time in s by which the job would be done earlier, the move's duration included; negative if later."""
-        if not self.elsewhere > 0:
-            return -inf
-        stay_s = self.ran_s if self.left_s is None else self.left_s  # if unknown, as long again
-        return stay_s * (1 - self.speed / self.elsewhere) - _PAUSES * self.startup_s
-
-    @property
-    def worth_it(self) -> bool:
-        """True if the gain is larger than the move's duration, and the device is considerably faster."""
-        return self.elsewhere >= _FASTER * self.speed and self.gain_s > _PAUSES * self.startup_s
-
-
-def best_move(prospects: Sequence[Prospect]) -> Prospect | None:
-    """The move with the largest gain; None if no move is worth it."""
-    return max((one for one in prospects if one.worth_it), key=lambda one: one.gain_s, default=None)
+    Args:
+        speed: current speed, per wall-clock second; in any unit, the same as ``elsewhere``.
+        elsewhere: expected speed on the idle device.
+        left_s: remaining time where it is; infinity if it makes no progress there, None if unknown: as long again.
+        ran_s: time that it has run there.
+        startup_s: start-up time of its worker.
+    """
+    if not 0 < elsewhere >= _FASTER * speed:
+        return 0.0
+    move_s = _PAUSES * startup_s
+    gain_s = (ran_s if left_s is None else left_s) * (1 - speed / elsewhere) - move_s
+    return gain_s if gain_s > move_s else 0.0
 
 
 @dataclass(eq=False, repr=False)
@@ -82,15 +71,14 @@ class Mover:
             self._seen = {}
         self._looked_s = now_s
         devices = {device.name: device for device in store.devices() if device.run == self.run}
-        tails = {job.id: job for job in store.list({JobState.RUNNING}) if self._is_movable(job, devices)}
-        first = {(job.id, job.attempt): (now_s, job.progress) for job in tails.values()}
+        tails = [job for job in store.list({JobState.RUNNING}) if self._is_movable(job, devices)]
+        first = {(job.id, job.attempt): (now_s, job.progress) for job in tails}
         self._seen = {key: self._seen.get(key, seen) for key, seen in first.items()}
-        prospects = [self._prospect(store, job, now_s) for job in tails.values()]
-        best = best_move([one for one in prospects if one is not None])
-        if best is None:
+        gains_s = {job.id: self._gain_s(store, job, now_s) for job in tails}
+        job = max(tails, key=lambda job: gains_s[job.id], default=None)
+        if job is None or gains_s[job.id] <= 0 or not self.fits(job):
             return
-        job = tails[best.job]
-        if self.fits(job) and store.ask_for(job.id, job.attempt, self.ranking.device):
+        if store.ask_for(job.id, job.attempt, self.ranking.device):
             logger.info("job %s: asked for, %s has only a tail for it", job.name, job.device)
 
     def _is_movable(self, job: Job, devices: Mapping[str, DeviceEntry]) -> bool:
@@ -102,11 +90,12 @@ class Mover:
         saves = job.work.command is None and job.progress.resumable
         return serving and saves and Path(job.directory).is_dir()  # the folder may be missing on another node
 
-    def _prospect(self, store: JobStore, job: Job, now_s: float) -> Prospect | None:
+    def _gain_s(self, store: JobStore, job: Job, now_s: float) -> float:
+        """Return what the job would gain by a move (``move_gain_s``); 0 before it has been watched for a while."""
         (seen_s, before), progress = self._seen[job.id, job.attempt], job.progress
         cycle, watched_s = self.ranking.board.read(), now_s - seen_s
         if cycle is None or watched_s < _WATCH_S:
-            return None
+            return 0.0
         work_s = (progress.work_done - before.work_done) / watched_s  # work per second
         speed = (progress.harvested_s - before.harvested_s) / watched_s
         elsewhere = _YIELD * sum(slot.duration_ns for slot in cycle.slots) / cycle.period_ns
@@ -118,4 +107,4 @@ class Mover:
             left = max(0.0, progress.total_work - progress.work_done)
             left_s = left / work_s if work_s > 0 else inf
         ran_s = watched_s if job.started_s is None else max(watched_s, self.epoch() - job.started_s)
-        return Prospect(job.id, max(0.0, speed), elsewhere, left_s, ran_s, progress.startup_s or 0.0)
+        return move_gain_s(max(0.0, speed), elsewhere, left_s, ran_s, progress.startup_s or 0.0)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.agent.mover import Prospect, best_move
+from megatron.fill.agent.mover import move_gain_s
 
-STARVED = Prospect(job=1, speed=0.01, elsewhere=0.2, left_s=None, ran_s=60.0, startup_s=4.0)
+STARVED: dict[str, Any] = {"speed": 0.01, "elsewhere": 0.2, "left_s": None, "ran_s": 60.0, "startup_s": 4.0}
+
+
+def gain_s(**other: float) -> float:
+    return move_gain_s(**STARVED | other)
 
 
 def test_a_job_that_gets_little_moves():
-    assert STARVED.gain_s == pytest.approx(60 * 0.95 - 8)
-    assert STARVED.worth_it
+    assert gain_s() == pytest.approx(60 * 0.95 - 8)
 
 
 @pytest.mark.parametrize(
@@ -32,19 +35,16 @@ def test_a_job_that_gets_little_moves():
     ],
 )
 def test_one_that_gains_less_than_the_pause_costs_stays(other):
-    assert not replace(STARVED, **other).worth_it
+    assert gain_s(**other) == 0
 
 
 def test_one_that_gets_nothing_at_all_moves():
-    assert replace(STARVED, speed=0.0, left_s=math.inf).worth_it
-    assert replace(STARVED, speed=0.0).worth_it
+    assert gain_s(speed=0.0, left_s=math.inf) == math.inf
+    assert gain_s(speed=0.0) > 0
 
 
-def test_the_one_that_gains_most_moves():
-    long, short = replace(STARVED, job=2, left_s=900.0), replace(STARVED, job=3, left_s=100.0)
-    assert best_move([short, long, replace(STARVED, job=4, left_s=1.0)]) == long
-    assert best_move([replace(STARVED, left_s=1.0)]) is None
-    assert best_move([]) is None
+def test_the_one_that_has_most_left_gains_most():
+    assert gain_s(left_s=900.0) > gain_s(left_s=100.0) > gain_s(left_s=1.0) == 0
 
 
 SPEEDS = st.floats(0, 1000)
@@ -54,9 +54,9 @@ SECONDS = st.floats(0, 1e6)
 @given(SPEEDS, SPEEDS, st.one_of(st.none(), SECONDS), SECONDS, SECONDS)
 def test_no_move_is_worth_undoing(speed, elsewhere, left_s, ran_s, startup_s):
     """Where going there is worth it, coming back never is, whatever has become of the rest of the job."""
-    there = Prospect(1, speed, elsewhere, left_s, ran_s, startup_s)
-    back = Prospect(1, elsewhere, speed, left_s, ran_s, startup_s)
-    assert not (there.worth_it and back.worth_it)
+    there = move_gain_s(speed, elsewhere, left_s, ran_s, startup_s)
+    back = move_gain_s(elsewhere, speed, left_s, ran_s, startup_s)
+    assert not (there and back)
 
 
 @given(st.lists(st.lists(st.tuples(SPEEDS, SPEEDS, SECONDS), max_size=2), min_size=1, max_size=6))
@@ -69,14 +69,12 @@ def test_moves_come_to_an_end(ranks):
     idle = sum(not jobs for jobs in ranks)
     moves = 0
     while True:
-        tails = {number: jobs[1] for number, jobs in enumerate(ranks) if len(jobs) == 2}
+        tails = [jobs for jobs in ranks if len(jobs) == 2]
+        gains_s = [move_gain_s(speed, alone, left_s, 0.0, 5.0) for _, (speed, alone, left_s) in tails]
         free = next((jobs for jobs in ranks if not jobs), None)
-        best = best_move(
-            [Prospect(number, tail, alone, left_s, 0.0, 5.0) for number, (tail, alone, left_s) in tails.items()]
-        )
-        if free is None or best is None:
+        if free is None or not any(gains_s):
             break
-        free.append(ranks[best.job].pop())
+        free.append(tails[gains_s.index(max(gains_s))].pop())
         moves += 1
         assert sum(not jobs for jobs in ranks) == idle - moves
     assert moves <= idle
