@@ -1,10 +1,9 @@
 """The keeper: lets jobs go on between two trainings (``python -m megatron.fill.agent.keeper SPEC RANK_FD DEAD``).
 
-The warden starts it when its agent has ended, if ``--fill-between`` says so, in a session of its own.  It waits for the
-end of the rank, and then stands in for it: a gate that is always open, a board with the rank's last bubble cycle, a
-control page, and an agent.  It leaves when its time is over, when a rank of the run starts on the device
-(``megatron.fill.agent.turn``), after ``pipefill kill``, and on SIGTERM.  If it dies, the kernel ends its agent, and
-that the workers.
+With ``--fill-between`` the warden starts it when its agent has ended.  It waits for the end of the rank, and then
+stands in for it: a gate that is always open, a board with the rank's last bubble cycle, a control page, and an agent.
+It leaves when its time is over, when a rank of the run starts on the device, after ``pipefill kill``, and on SIGTERM.
+If it dies, the kernel ends its agent, and that the workers.
 """
 
 from __future__ import annotations

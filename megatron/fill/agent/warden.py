@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -45,12 +46,7 @@ def start_agent(spec_path: Path, dead: str, descriptors: Collection[int]) -> sub
 
 
 class Warden:
-    """Keeps one agent alive until the training is over.
-
-    Args:
-        spec_path: the agent's spec file.
-        continue_s: time in seconds after which a stopped agent is continued.
-    """
+    """Keeps one agent alive until the training is over; one that is stopped goes on after ``continue_s`` seconds."""
 
     def __init__(self, spec_path: Path, continue_s: float) -> None:
         spec = json.loads(spec_path.read_text(encoding="utf-8"))
@@ -129,31 +125,29 @@ class Warden:
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
         """Wait for the agent's end; return its exit code, negative for a signal."""
-        stopped_s: float | None = None
-        deadline_s: float | None = None
+        continue_at_s = kill_at_s = math.inf
         while True:
             pid, status = os.waitpid(agent.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             now_s = time.monotonic()
             if pid and os.WIFSTOPPED(status):
-                stopped_s = now_s
+                continue_at_s = now_s + self._continue_s
             elif pid and os.WIFCONTINUED(status):
-                stopped_s = None
+                continue_at_s = math.inf
             elif pid:
                 agent.returncode = os.waitstatus_to_exitcode(status)
                 return agent.returncode
-            if self._ending and deadline_s is None:
-                deadline_s, stopped_s = now_s + END_S, now_s - self._continue_s
+            if self._ending and kill_at_s == math.inf:
+                kill_at_s, continue_at_s = now_s + END_S, now_s
                 os.kill(agent.pid, signal.SIGTERM)  # not Popen.send_signal, which would reap the agent
             if self._ending:
                 self._hold()
-            if stopped_s is not None and now_s - stopped_s >= self._continue_s:
-                stopped_s = None
+            if now_s >= continue_at_s:
+                continue_at_s = math.inf
                 os.kill(agent.pid, signal.SIGCONT)
-            if deadline_s is not None and now_s >= deadline_s:
+            if now_s >= kill_at_s:
                 os.kill(agent.pid, signal.SIGKILL)
             if not pid:
-                ends = [stopped_s + self._continue_s if stopped_s is not None else None, deadline_s]
-                self._woken.wait(min((end - now_s for end in ends if end is not None), default=3600.0))
+                self._woken.wait(min(continue_at_s - now_s, kill_at_s - now_s, 3600.0))
 
 
 def _turn(spec: dict[str, Any]) -> DeviceTurn | None:
