@@ -285,7 +285,6 @@ class Agent:
                 seat.rest(_RESIDENT_LOOKS_S if seat is self.resident else _TAIL_LOOKS_S)
 
     def _settle(self) -> None:
-        """Notify the rank when jobs have settled."""
         context, spec = self.context, self.context.spec
         settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, context.control)
         failed = False

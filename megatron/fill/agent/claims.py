@@ -238,7 +238,6 @@ def not_yet_submitted(run_dir: Path, store: str, jobs: Sequence[NewJob]) -> list
 
 
 def note_submitted(run_dir: Path, store: str, jobs: Iterable[NewJob]) -> None:
-    """Record that these jobs are in the store."""
     digests = list(dict.fromkeys([*_read_submitted(run_dir), *(_digest(store, job) for job in jobs)]))
     write_text(run_dir / SUBMITTED, json.dumps({"version": _VERSION, "jobs": digests}) + "\n")
 

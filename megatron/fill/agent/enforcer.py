@@ -193,7 +193,6 @@ class Enforcer:
         after()
 
     def _charge(self) -> None:
-        """Count a violation if the overdue step had more opportunity than the grace period."""
         if self._opportunity_ns >= self.grace_ns:
             self.violations += 1
             if self._overdue_in not in self._blamed:

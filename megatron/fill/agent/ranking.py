@@ -71,7 +71,6 @@ class Ranking:
         return unit_s(None if cycle is None else _for_job(cycle, job), self.profiles_of(job) or (), RESERVE_NS)
 
     def remember(self, job: Job, measured: MeasuredJob) -> None:
-        """Keep a profile that was just measured."""
         self._profiles[self.key(job)] = time.monotonic(), measured
 
     def profiles_of(self, job: Job) -> tuple[JobProfile, ...] | None:

@@ -108,7 +108,6 @@ class JobRun:
         return Resident(self.job, worker.directory)
 
     def progress(self) -> Progress:
-        """Return the job's progress."""
         worker = self._worker
         if worker is None:
             return self.job.progress
@@ -231,7 +230,6 @@ class JobRun:
             logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
 
     def _watch(self, worker: JobWorker) -> End:
-        """Watch the worker until it has ended."""
         context, spec = self.context, self.context.spec
         enforcer = Enforcer(
             worker.pid,
@@ -275,7 +273,6 @@ class JobRun:
         self._keep_profile(directory)
 
     def _keep_profile(self, directory: Path) -> None:
-        """Keep the job's profile in the store once the worker has measured it."""
         job, path, ranking = self.job, directory / PROFILE, self.context.ranking
         if self._profile_kept or not os.path.lexists(path):
             return

@@ -80,7 +80,6 @@ class DeviceTurn:
         return None if held is None else held[1]
 
     def close(self) -> None:
-        """Release the locks of this process."""
         os.close(self._fd)
 
 

@@ -181,7 +181,6 @@ class JobWorker:
         return bool(data)
 
     def _kill(self) -> None:
-        """Kill all processes of the worker."""
         try:
             self.limiter.kill()
         finally:

@@ -113,9 +113,7 @@ class WorkerPool:
 
 
 class WorkerProcess:
-    """Starts the process, which then waits for its job and ends when this process does.
-
-    The start does not depend on the job: neither on its variables nor on a folder that it can write to.
+    """Starts the process, which then waits for its job, on which the start does not depend, and ends with this process.
 
     Args:
         idle: start at idle priority; watching a command needs a higher one.
@@ -169,7 +167,6 @@ class WorkerProcess:
         return SandboxReport.receive(self._channel)
 
     def begin(self) -> None:
-        """Let the job begin."""
         self._channel.send(b"x")
         self._channel.close()
 
