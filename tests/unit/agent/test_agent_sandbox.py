@@ -13,6 +13,7 @@ from megatron.fill.agent.sandbox import find_support
 from megatron.fill.cli import main
 from megatron.fill.errors import ConfigError, SandboxError
 from megatron.fill.linux import host
+from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, prctl
 from megatron.fill.sandbox import SandboxSupport, probe, process
 from megatron.fill.sandbox.remedy import remedy
 
@@ -36,6 +37,13 @@ def machine(monkeypatch):
     return make
 
 
+@pytest.fixture
+def adopting():
+    """``probe`` adopts orphans; a process of pytest that went on to do so would keep those of other tests."""
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
 def test_jobs_of_root_are_nobody(machine):
     asked = machine()
     user, _ = find_support()
@@ -56,6 +64,7 @@ def test_where_jobs_are_the_training_s_user_that_wall_is_said_to_be_missing(mach
     assert asked[0][2].startswith(why)
 
 
+@pytest.mark.usefixtures("adopting")
 def test_who_asks_for_the_training_s_own_user_is_not_told_of_that_wall(machine):
     asked = machine(user=65534)
     assert find_support("65534")[0] is None
@@ -143,6 +152,7 @@ def test_root_of_a_container_is_told_its_two_capabilities(monkeypatch, tmp_path)
     assert "seccomp" not in said  # the engine's own filter leaves room for those who have the capabilities
 
 
+@pytest.mark.usefixtures("adopting")
 def test_a_wall_is_not_said_to_stand_if_its_building_was_not_reached(monkeypatch):
     def stopped(*_: object) -> list[str]:
         raise OSError("not permitted")
