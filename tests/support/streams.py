@@ -140,9 +140,9 @@ class HeldStreams:
         self._gpus.enqueue("write", word=(page.rank, index), value=value)
 
     @contextlib.contextmanager
-    def held(self, source: int, index: int, value: int) -> Iterator[None]:
-        gpus, side = self._gpus, ("side", source)
-        gpus.enqueue("wait", side, after=gpus.last(), word=(self._rank, index), value=value)
+    def held(self, sender: int, value: int) -> Iterator[None]:
+        gpus, side = self._gpus, ("side", sender)
+        gpus.enqueue("wait", side, after=gpus.last(), word=(self._rank, sender), value=value)
         before, gpus.current[self._rank] = gpus.current[self._rank], side
         try:
             yield

@@ -46,10 +46,10 @@ class Streams(Protocol):
     def write(self, page: ReadyPage, index: int, value: int) -> None:
         """Enqueue the write of a word in the current stream."""
 
-    def held(self, source: int, index: int, value: int) -> AbstractContextManager[None]:
-        """Make a stream for this source current in the block.
+    def held(self, sender: int, value: int) -> AbstractContextManager[None]:
+        """Make a stream for this sender current in the block.
 
-        It continues after the work in the present stream, and once the own page's word at ``index`` has reached
+        It continues after the work in the present stream, and once the sender's word of the own page has reached
         ``value``.
         """
 
@@ -91,7 +91,7 @@ class FreeWaits:
             return contextlib.nullcontext()
         with self._lock:
             self._held[sender] = value
-        return self._streams.held(sender, sender, value)
+        return self._streams.held(sender, value)
 
     def look(self, now_s: float) -> None:
         """Release receives that have been held up for too long; for another thread."""
@@ -167,10 +167,8 @@ class CudaStreams:
             self._wait = driver.bind("cuStreamWaitValue32_v2")
         except AttributeError as error:
             raise FillError(f"the CUDA driver has no stream memory operations: {error}") from error
-        self._register = driver.bind("cuMemHostRegister_v2")
-        self._address = driver.bind("cuMemHostGetDevicePointer_v2")
         self._create = driver.bind("cuStreamCreateWithPriority")
-        self._at = {page.address: self._mapped(page) for page in (own, *others)}
+        self._at = {page.address: driver.mapped(page.address, page.size, _MAPPED) for page in (own, *others)}
         self._own = own
         self._sides: dict[int, ctypes.c_void_p] = {}
         self._try()
@@ -190,28 +188,22 @@ class CudaStreams:
         self._write(self._driver.stream(), at, ctypes.c_uint32(value), 0)
 
     @contextlib.contextmanager
-    def held(self, source: int, index: int, value: int) -> Iterator[None]:
+    def held(self, sender: int, value: int) -> Iterator[None]:
         import torch
 
         self._driver.stream()  # raises if the stream is being captured
-        side = self._side(source)
+        side = self._side(sender)
         stream = torch.cuda.ExternalStream(side.value, device=self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        at = ctypes.c_uint64(self._at[self._own.address] + 4 * index)
+        at = ctypes.c_uint64(self._at[self._own.address] + 4 * sender)
         self._wait(side, at, ctypes.c_uint32(value), _GEQ)
         with torch.cuda.stream(stream):
             yield
 
-    def _side(self, source: int) -> ctypes.c_void_p:
+    def _side(self, sender: int) -> ctypes.c_void_p:
         """Return the sender's stream; each has its own, so that receives from different senders are independent."""
-        side = self._sides.get(source)
+        side = self._sides.get(sender)
         if side is None:
-            side = self._sides[source] = ctypes.c_void_p()
+            side = self._sides[sender] = ctypes.c_void_p()
             self._create(ctypes.byref(side), _NON_BLOCKING, 0)
         return side
-
-    def _mapped(self, page: ReadyPage) -> int:
-        self._register(ctypes.c_void_p(page.address), ctypes.c_size_t(page.size), _MAPPED)
-        at = ctypes.c_uint64()
-        self._address(ctypes.byref(at), ctypes.c_void_p(page.address), 0)
-        return at.value

@@ -68,6 +68,13 @@ class Driver:
 
         return call
 
+    def mapped(self, address: int, size: int, flags: int) -> int:
+        """Map pages of the host into the GPU's memory, and return their address there."""
+        self.bind("cuMemHostRegister_v2")(ctypes.c_void_p(address), ctypes.c_size_t(size), flags)
+        at = ctypes.c_uint64()
+        self.bind("cuMemHostGetDevicePointer_v2")(ctypes.byref(at), ctypes.c_void_p(address), 0)
+        return at.value
+
 
 class PostedSignals:
     """Marks that post the ring's semaphore; FillError if the driver refuses."""
@@ -102,10 +109,7 @@ class WrittenSignals:
     def __init__(self, device: str, ring: Ring) -> None:
         self._driver = driver = Driver(device)
         page, size = ring.header
-        driver.bind("cuMemHostRegister_v2")(ctypes.c_void_p(page), ctypes.c_size_t(size), _MAPPED)
-        at = ctypes.c_uint64()
-        driver.bind("cuMemHostGetDevicePointer_v2")(ctypes.byref(at), ctypes.c_void_p(page), 0)
-        self._at = ctypes.c_uint64(at.value + ring.reached - page)
+        self._at = ctypes.c_uint64(driver.mapped(page, size, _MAPPED) + ring.reached - page)
         self._write = driver.bind("cuStreamWriteValue64_v2")
         self._number = 0
         ring.written = True

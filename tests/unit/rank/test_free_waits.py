@@ -333,8 +333,8 @@ class Noted:
         self.calls.append(("write", index, value))
 
     @contextlib.contextmanager
-    def held(self, source: int, index: int, value: int) -> Iterator[None]:
-        self.calls.append(("held", source, value))
+    def held(self, sender: int, value: int) -> Iterator[None]:
+        self.calls.append(("held", sender, value))
         yield
 
 
