@@ -19,6 +19,8 @@ Layout, in 64-bit words of the machine's byte order; times in ns of CLOCK_MONOTO
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,85 +142,12 @@ class GateReader(Protocol):
         """True if the training is over."""
 
 
-class SharedGate:
-    """The writer's end of a gate in shared memory (GateWriter), new or on a descriptor that the rank passed on.
-
-    All of its state is in the page, so a new writer resumes where the last one stopped.  One process writes at a time.
-    GateError if ``fd`` is not a gate of this version.
-    """
-
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = memfd.create("gate", PAGE_BYTES, sealable=True) if fd is None else fd
-        page, address = memfd.map_page(self.fd, PAGE_BYTES, writable=True)
-        self._words, self._word = page.cast("Q"), page.cast("I")
-        self._wake = futex.Waker(address, MOST_WOKEN)
-        if fd is None:
-            self._words[_VERSION] = _MAGIC
-        elif self._words[_VERSION] != _MAGIC:
-            raise GateError(f"descriptor {fd} is not a gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
-
-    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), steps_ns: Sequence[int] = ()) -> int:
-        words = self._words
-        told = words[_TOLD] = len(steps_ns)
-        for number in range(told):
-            words[_ENDS + number] = ends_ns[number]
-            words[_STEPS + number] = steps_ns[number]
-        return self._open(deadline_ns, free_bytes, Phase.TRAINING)
-
-    def open_alone(self, deadline_ns: int) -> int:
-        """Open a bubble in which the training stands still, to measure the tasks by themselves."""
-        self._words[_TOLD] = 0
-        return self._open(deadline_ns, 0, Phase.ALONE)
-
-    def _open(self, deadline_ns: int, free_bytes: int, phase: Phase) -> int:
-        words = self._words
-        seq = words[_SEQ] + 1
-        words[_CLOSED + seq % _SLOTS] = 0
-        words[_SEQ] = seq
-        words[_DEADLINE] = deadline_ns
-        words[_FREE] = free_bytes
-        words[_PHASE] = phase
-        words[_OPENED] = words[_STARTS + seq % _SLOTS] = time.monotonic_ns()
-        self._word[0] = (2 * seq + 1) & 0xFFFFFFFF
-        self._wake()
-        return seq
-
-    def close(self, now_ns: int) -> None:
-        if not self._word[0] & 1:
-            return
-        seq = self._words[_SEQ]
-        self._words[_CLOSED + seq % _SLOTS] = now_ns
-        self._words[_OPEN_NS] += max(0, now_ns - self._words[_OPENED])
-        self._word[0] = (2 * seq + 2) & 0xFFFFFFFF
-        self._wake()
-
-    def brake(self, on: bool) -> None:
-        self._words[_BRAKED] = on
-
-    def end(self) -> None:
-        self.close(time.monotonic_ns())
-        self._words[_PHASE] = Phase.ENDED
-        self._word[0] = (self._word[0] + 2) & 0xFFFFFFFE
-        self._wake()
-
-    @property
-    def ended(self) -> bool:
-        return self._words[_PHASE] == Phase.ENDED
-
-    def reader_fd(self) -> int:
-        return memfd.reader_fd(self.fd)
-
-    def seal(self) -> None:
-        """Let only existing mappings write to the gate from now on, even if another process reopens it."""
-        memfd.close_to_writers(self.fd)
-
-
 class SharedGateReader:
     """A worker's end of a gate in shared memory (GateReader); GateError if the descriptor is not of this version."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
         try:
-            page, self._address = memfd.map_page(fd, PAGE_BYTES, writable=False)
+            page, self._address = memfd.map_page(fd, PAGE_BYTES, writable=writable)
         except OSError as error:
             raise GateError(f"descriptor {fd} cannot be mapped as a gate: {error}") from error
         self._words, self._word = page.cast("Q"), page.cast("I")
@@ -293,3 +222,69 @@ class SharedGateReader:
     @property
     def ended(self) -> bool:
         return self._words[_PHASE] == Phase.ENDED
+
+
+class SharedGate(SharedGateReader):
+    """The writer's end of a gate in shared memory (GateWriter), new or on a descriptor that the rank passed on.
+
+    All of its state is in the page, so a new writer resumes where the last one stopped.  One process writes at a time.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is None:
+            fd = memfd.create("gate", PAGE_BYTES, sealable=True)
+            os.pwrite(fd, _MAGIC.to_bytes(8, sys.byteorder), 8 * _VERSION)
+        super().__init__(fd, writable=True)
+        self.fd = fd
+        self._wake = futex.Waker(self._address, MOST_WOKEN)
+
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), steps_ns: Sequence[int] = ()) -> int:
+        words = self._words
+        told = words[_TOLD] = len(steps_ns)
+        for number in range(told):
+            words[_ENDS + number] = ends_ns[number]
+            words[_STEPS + number] = steps_ns[number]
+        return self._open(deadline_ns, free_bytes, Phase.TRAINING)
+
+    def open_alone(self, deadline_ns: int) -> int:
+        """Open a bubble in which the training stands still, to measure the tasks by themselves."""
+        self._words[_TOLD] = 0
+        return self._open(deadline_ns, 0, Phase.ALONE)
+
+    def _open(self, deadline_ns: int, free_bytes: int, phase: Phase) -> int:
+        words = self._words
+        seq = words[_SEQ] + 1
+        words[_CLOSED + seq % _SLOTS] = 0
+        words[_SEQ] = seq
+        words[_DEADLINE] = deadline_ns
+        words[_FREE] = free_bytes
+        words[_PHASE] = phase
+        words[_OPENED] = words[_STARTS + seq % _SLOTS] = time.monotonic_ns()
+        self._word[0] = (2 * seq + 1) & 0xFFFFFFFF
+        self._wake()
+        return seq
+
+    def close(self, now_ns: int) -> None:
+        if not self._word[0] & 1:
+            return
+        seq = self._words[_SEQ]
+        self._words[_CLOSED + seq % _SLOTS] = now_ns
+        self._words[_OPEN_NS] += max(0, now_ns - self._words[_OPENED])
+        self._word[0] = (2 * seq + 2) & 0xFFFFFFFF
+        self._wake()
+
+    def brake(self, on: bool) -> None:
+        self._words[_BRAKED] = on
+
+    def end(self) -> None:
+        self.close(time.monotonic_ns())
+        self._words[_PHASE] = Phase.ENDED
+        self._word[0] = (self._word[0] + 2) & 0xFFFFFFFE
+        self._wake()
+
+    def reader_fd(self) -> int:
+        return memfd.reader_fd(self.fd)
+
+    def seal(self) -> None:
+        """Let only existing mappings write to the gate from now on, even if another process reopens it."""
+        memfd.close_to_writers(self.fd)
