@@ -88,11 +88,7 @@ class Jobs:
         return self._store.submit([spec.to_submit(search, user) for spec in load_jobs(path)])
 
     def get(self, name: str) -> Job:
-        """Return the latest job of that name.
-
-        Raises:
-            JobError: the job does not exist; the message has the closest names.
-        """
+        """Return the latest job of that name; JobError, with the closest names, if there is none."""
         return self._store.find(name)
 
     def cancel(self, name: str) -> Job:
@@ -104,11 +100,7 @@ class Jobs:
         return self._store.cancel(self.get(name).id)
 
     def retry(self, name: str) -> Job:
-        """Put a failed or cancelled job back into the queue; it resumes from its checkpoint.
-
-        Raises:
-            JobError: the job does not exist, or has neither failed nor been cancelled.
-        """
+        """Put a failed or cancelled job back, which resumes from its checkpoint; JobError if it is neither."""
         return self._store.retry(self.get(name).id)
 
     def wait(self, *names: str, timeout_s: float | None = None, every_s: float = 1.0) -> list[Job]:

@@ -35,18 +35,13 @@ class Step:
 
 @dataclass(slots=True)
 class Program:
-    """The steps of a rank, built in order.
-
-    Attributes:
-        passes: number of passes that the rank runs.
-        sent, received: step at whose end each transfer out of, or into, the rank is posted.
-    """
+    """The steps of a rank, built in order."""
 
     rank: int
-    passes: int
+    passes: int  # number of passes that the rank runs
     steps: list[Step] = field(default_factory=lambda: [Step([], None, BubbleKind.FILL)])
-    sent: dict[Key, int] = field(default_factory=dict)
-    received: dict[Key, int] = field(default_factory=dict)
+    sent: dict[Key, int] = field(default_factory=dict)  # step at whose end each transfer out of the rank is posted
+    received: dict[Key, int] = field(default_factory=dict)  # the same for those into it
     _run: int = field(default=0, init=False)
     _forwards: int = field(default=0, init=False)
     _backwards: int = field(default=0, init=False)

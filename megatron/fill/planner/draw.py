@@ -41,16 +41,12 @@ class DrawnJob:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The panel of one rank: a job in its bubbles, and a second one in their tails.
-
-    Attributes:
-        tail: the second job, with a plan for ``leftover(cycle, job.plan, job.profile)``.
-    """
+    """The panel of one rank: a job in its bubbles, and a second one in their tails."""
 
     title: str
     cycle: BubbleCycle
     job: DrawnJob
-    tail: DrawnJob | None = None
+    tail: DrawnJob | None = None  # with a plan for ``leftover(cycle, job.plan, job.profile)``
 
 
 def draw_plans(path: Path, panels: Sequence[Panel]) -> None:

@@ -33,21 +33,14 @@ class ExecutionPlan:
         b8: 12 nodes do 64.0 work; a bubble's first 0 ns are reserved; 2 cycles:
         node 4: 3 0 2 5
         node 2: 7 0 2 5
-
-    Attributes:
-        nodes: number of nodes in an iteration of the job.
-        work: work of an iteration, in the job's unit.
-        first_node: node at which the first cycle begins; a job that begins at node 0 gets there after some cycles.
-        counts: number of nodes by cycle and bubble.
-        reserve_ns: time of each bubble with nodes that is reserved for wake-up and pause.
     """
 
     configuration: Configuration
-    nodes: int
-    work: float
-    first_node: int
-    counts: tuple[tuple[int, ...], ...]
-    reserve_ns: int = 0
+    nodes: int  # number of nodes in an iteration of the job
+    work: float  # work of an iteration, in the job's unit
+    first_node: int  # node at which the first cycle begins; a job that begins at node 0 gets there after some cycles
+    counts: tuple[tuple[int, ...], ...]  # number of nodes by cycle and bubble
+    reserve_ns: int = 0  # time of each bubble with nodes that is reserved for wake-up and pause
 
     def __post_init__(self) -> None:
         laid = sum(map(sum, self.counts))

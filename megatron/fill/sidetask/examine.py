@@ -19,18 +19,11 @@ from megatron.fill.sidetask.nodes import NodeTask
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The result of examining a job before it runs.
+    """The result of examining a job before it runs."""
 
-    Attributes:
-        error: reason why it cannot run; empty if none was found.
-        raised: True if the job's own code failed; False if something does not exist or does not fit.
-        trace: traceback of that code.
-        resumable: True if it can be saved and resumed.
-    """
-
-    error: str = ""
-    raised: bool = False
-    trace: str = ""
+    error: str = ""  # reason why it cannot run; empty if none was found
+    raised: bool = False  # True if the job's own code failed; False if something does not exist or does not fit
+    trace: str = ""  # traceback of that code
     nodes: bool = False
     resumable: bool = False
 

@@ -16,11 +16,6 @@ class NodeIteration:
     """The nodes of an optimizer step: forward and backward passes, one microbatch at a time, then the optimizer, one
     group of parameters at a time.
 
-    Args:
-        pieces: greatest number of pieces of any split of the model.
-        begin_pass: takes a microbatch's samples; returns a runner with their inputs, and their target.
-        loss_of: takes output and target; returns a scalar.
-
     Attributes:
         batch: samples of the batch.
         loss: sum of the microbatches' losses so far, each weighted by its share of the batch.
@@ -28,10 +23,10 @@ class NodeIteration:
 
     batch_size: int
     micro_batch: int
-    pieces: int
+    pieces: int  # greatest number of pieces of any split of the model
     groups: int
-    begin_pass: Callable[[list[Any]], tuple[Any, Any]]
-    loss_of: Callable[[Any, Any], Any]
+    begin_pass: Callable[[list[Any]], tuple[Any, Any]]  # of a microbatch's samples: a runner with inputs, their target
+    loss_of: Callable[[Any, Any], Any]  # of output and target: a scalar
 
     def __post_init__(self) -> None:
         self._nodes: list[tuple[str, int, int]] = []  # phase, microbatch, piece or group
@@ -92,20 +87,15 @@ class NodeIteration:
 class Course:
     """The progress of a training job in its data.
 
-    Args:
-        seed: seed of the order of the samples.
-        epochs: number of epochs after which it ends; None if ``steps``, a number of iterations, is given.
-        epoch_ended: called at the end of every epoch.
-
     Attributes:
         epoch, iteration: number of epochs and of iterations done.
         total_work: total number of samples; None if unknown.
     """
 
     samples: Samples
-    seed: int
+    seed: int  # seed of the order of the samples
     batch_size: int
-    epochs: int | None
+    epochs: int | None  # number after which it ends; None if ``steps``, a number of iterations, is given
     steps: int | None
     epoch_ended: Callable[[], None]
 

@@ -13,49 +13,24 @@ from megatron.fill.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a job, as last reported by the agent that holds it.
+    """The progress of a job, as last reported by the agent that holds it."""
 
-    Attributes:
-        work_done: work done in ``unit``, over all attempts that count.
-        total_work: total work; None if the task did not report it.
-        rate: recent work per second of wall-clock time; None if unknown.
-        harvested_s: time spent in steps, in bubbles or while no training had the device.
-        checkpoint_s: time of the last save; None for never.
-        resumable: True if the task reports that it can be saved and resumed elsewhere.
-        startup_s: time that its current worker took until it could serve bubbles; None before that.
-        failures: number of failures after which it was put back into the queue.
-        joules: its part of the device's energy, by time; None where no device had a counter.
-    """
-
-    work_done: float = 0.0
-    total_work: float | None = None
+    work_done: float = 0.0  # work done in ``unit``, over all attempts that count
+    total_work: float | None = None  # None if the task did not report it
     unit: str = "steps"
-    rate: float | None = None
+    rate: float | None = None  # recent work per second of wall-clock time; None if unknown
     steps: int = 0
-    harvested_s: float = 0.0
-    checkpoint_s: float | None = None
-    resumable: bool = False
-    startup_s: float | None = None
-    failures: int = 0
-    joules: float | None = None
+    harvested_s: float = 0.0  # time spent in steps, in bubbles or while no training had the device
+    checkpoint_s: float | None = None  # time of the last save; None for never
+    resumable: bool = False  # True if the task reports that it can be saved and resumed elsewhere
+    startup_s: float | None = None  # time that its current worker took until it could serve bubbles; None before that
+    failures: int = 0  # number of failures after which it was put back into the queue
+    joules: float | None = None  # its part of the device's energy, by time; None where no device had a counter
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job in the store; further attributes as in ``NewJob``.
-
-    Attributes:
-        started_s: time of the last claim; None for never.
-        finished_s: None before it has finished.
-        attempt: number of claims so far.
-        owner: agent that holds it; None unless RUNNING.
-        lease_until_s: end of the lease; None unless RUNNING.
-        cancelling: True if its cancellation was requested while it ran.
-        device: device that it runs on or last ran on: ``rank 1 of runs/first on host``.
-        directory: absolute path of its folder; empty before it was first placed.
-        asked_by: device that has asked for it since its last claim; empty for none.
-        asked_s: time at which a device last asked for it; None for never.
-    """
+    """A job in the store; further attributes as in ``NewJob``."""
 
     id: int
     name: str
@@ -65,18 +40,18 @@ class Job:
     deadline_s: float | None
     status: Status
     submitted_s: float
-    started_s: float | None
-    finished_s: float | None
-    attempt: int
-    owner: str | None
-    lease_until_s: float | None
-    cancelling: bool
-    device: str
-    directory: str
+    started_s: float | None  # time of the last claim; None for never
+    finished_s: float | None  # None before it has finished
+    attempt: int  # number of claims so far
+    owner: str | None  # agent that holds it; None unless RUNNING
+    lease_until_s: float | None  # None unless RUNNING
+    cancelling: bool  # True if its cancellation was requested while it ran
+    device: str  # device that it runs on or last ran on: ``rank 1 of runs/first on host``
+    directory: str  # absolute path of its folder; empty before it was first placed
     progress: Progress
     result: dict[str, Any] = field(default_factory=dict)
-    asked_by: str = ""
-    asked_s: float | None = None
+    asked_by: str = ""  # device that has asked for it since its last claim; empty for none
+    asked_s: float | None = None  # time at which a device last asked for it; None for never
 
     @property
     def state(self) -> JobState:
@@ -121,19 +96,11 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntry:
-    """A device of the store: a rank whose bubbles are open to jobs.
+    """A device of the store: a rank whose bubbles are open to jobs."""
 
-    Attributes:
-        name: unique name, made of run and rank.
-        busy_until_s: expected end of its job; None if it is idle, infinity if unknown.
-        job: name of its job; empty for none.
-        cycle: bubble cycle, as JSON of ``BubbleCycle``; None before it is measured.
-        refuses: numbers of jobs that do not fit its current cycle.
-    """
-
-    name: str
+    name: str  # unique name, made of run and rank
     run: str
-    busy_until_s: float | None = None
-    job: str = ""
-    cycle: dict[str, Any] | None = None
-    refuses: tuple[int, ...] = ()
+    busy_until_s: float | None = None  # expected end of its job; None if it is idle, infinity if unknown
+    job: str = ""  # name of its job; empty for none
+    cycle: dict[str, Any] | None = None  # bubble cycle, as JSON of ``BubbleCycle``; None before it is measured
+    refuses: tuple[int, ...] = ()  # numbers of jobs that do not fit its current cycle

@@ -21,17 +21,13 @@ class PieceRunner:
     The gradients of parameters are accumulated in their ``.grad``.  Gradients and outputs are bit-identical to those of
     a whole pass as long as each parameter is used in one place only, since a value's gradients are summed in the same
     order as in autograd.
-
-    Args:
-        training: True to keep the tensors that a backward pass needs.
-        checkpointing: True to keep only the inputs of the pieces, and compute each piece again in its backward.
-        resident: called with parameters; returns a context that holds them on the device (offloaded weights).
     """
 
     split: Split
     randomness: Randomness
-    training: bool = False
-    checkpointing: bool = False
+    training: bool = False  # True to keep the tensors that a backward pass needs
+    checkpointing: bool = False  # True to keep only the inputs of the pieces, and compute each again in its backward
+    # A context that holds parameters on the device (offloaded weights); None if all are there.
     resident: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]] | None = None
 
     def __post_init__(self) -> None:

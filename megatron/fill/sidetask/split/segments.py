@@ -7,7 +7,7 @@ by any later segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -37,20 +37,13 @@ class ModelSegment:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A model, split for inputs of certain shapes.
+    """A model, split for inputs of certain shapes."""
 
-    Attributes:
-        how: description of the way of splitting, for people.
-        outputs: numbers of the values that make up the model's flat output.
-        spec: structure that turns the flat output into the model's output.
-        differentiable: numbers of the values that a gradient can reach, found by a run of the segments.
-    """
-
-    how: str
+    how: str  # the way of splitting, for people
     segments: tuple[ModelSegment, ...]
-    outputs: tuple[int, ...]
-    spec: Any
-    differentiable: frozenset[int] = field(default=frozenset())
+    outputs: tuple[int, ...]  # numbers of the values that make up the model's flat output
+    spec: Any  # structure that turns the flat output into the model's output
+    differentiable: frozenset[int] = frozenset()  # values that a gradient can reach, found by a run of the segments
 
     def dead_after(self) -> list[tuple[int, ...]]:
         """For each segment, the values that no later one uses."""
