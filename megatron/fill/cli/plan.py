@@ -157,11 +157,9 @@ def _known_profiles(
 def _plan_rank(
     rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[JobProfile]], caps: Mapping[str, int | None]
 ) -> list[_Row]:
-    """Plan a rank's bubbles as the runtime does: with its reserve, and within a worker's memory limit.
+    """Plan a rank's bubbles as the runtime does: with its reserve, and within the limits of a worker's memory.
 
-    Args:
-        cycle: the rank's cycle with that limit as each bubble's free memory.
-        caps: memory that each job asks for, by name.
+    These are each bubble's free memory, and the ``caps`` that jobs ask for.
     """
     rows = []
     for name, its_profiles in profiles.items():

@@ -24,9 +24,7 @@ def room_bytes(cycle: BubbleCycle, margin_bytes: int) -> int:
 def held_cycle(cycle: BubbleCycle, held_bytes: int, cap_bytes: int | None = None) -> BubbleCycle:
     """Return the cycle with a job's permanent memory limit as the free memory of every bubble.
 
-    Args:
-        held_bytes: device memory that the job may hold permanently.
-        cap_bytes: memory that the job asked for; None if it named none.
+    The limit is ``held_bytes``, or the memory that the job asked for, if any and if that is less.
     """
     free_bytes = held_bytes if cap_bytes is None else min(held_bytes, cap_bytes)
     return BubbleCycle(cycle.period_ns, tuple(replace(slot, free_bytes=free_bytes) for slot in cycle.slots))

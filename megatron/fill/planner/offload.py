@@ -17,13 +17,7 @@ class OffloadChoice:
 
 
 def weigh_offload(gained_bytes: int, free_bytes: int, lost_ns: int, iteration_ns: int) -> OffloadChoice:
-    """Weigh the memory gained against the time lost.
-
-    Args:
-        gained_bytes: device memory that offloading frees.
-        free_bytes: free device memory without offloading.
-        lost_ns: time that an iteration waits for the state to return.
-    """
+    """Weigh the device memory gained, beside what is free without it, against the time that an iteration waits."""
     lost = lost_ns / iteration_ns if iteration_ns > 0 else 0.0
     costs = f"{gained_bytes / 2**20:.0f} MiB for {lost:.2%} of an iteration"
     if gained_bytes == 0:

@@ -100,16 +100,12 @@ class RandomData:
     def __init__(
         self, name: str, size: str = "full", samples: int = 256, length: int | None = None, seed: int = 0, **fields: Any
     ) -> None:
-        """Create a data set of ``samples`` samples.
+        """Create a data set for a model; ValueError if there is none of that name, or no such size.
 
         Args:
-            name: name of the model.
             size: ``full`` or ``tiny``, the size of the model.
             length: tokens of a text, or pixels along a side of an image; None for the model's own.
             fields: fields of the model's configuration, as for ``build_model``.
-
-        Raises:
-            ValueError: there is no such model or size.
         """
         model = find_workload(name)
         merged = model_fields(model, size, fields)

@@ -19,8 +19,7 @@ class Slices:
     bit for bit; so the update of a word embedding need not be a single long node.  The views share the parameter's
     current storage, so they are only valid while it stays on its device.
 
-    Args:
-        pieces: number of pieces for all parameters together; a larger share of their size is cut.
+    ``pieces`` is the number of pieces for all parameters together; a larger share of their size is cut.
 
     Attributes:
         parameters: ``(name, parameter or view)`` in order; a view is named ``word_embeddings.weight[0:2000]``.

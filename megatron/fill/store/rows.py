@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -25,30 +26,20 @@ _IDS_AT_A_TIME = 32
 _NAMES_AT_A_TIME = 500
 
 
+@dataclass(eq=False)
 class SqlTransaction:
-    """The ``Transaction`` that ``connection`` is in.
+    """The ``Transaction`` that a connection is in."""
 
-    Args:
-        clock: clock in seconds since the epoch; None for the database's own clock.
-        locking: True to lock rows that are read, since they will be written.
-    """
+    _connection: Connection
+    _clock: Callable[[], float] | None  # clock in seconds since the epoch; None for the database's own
+    _locking: bool  # True to lock rows that are read, since they will be written
 
-    def __init__(self, connection: Connection, clock: Callable[[], float] | None, locking: bool) -> None:
-        self._connection = connection
-        self._clock = clock
-        self._locking = locking
-        self._now_s: float | None = None
-
-    @property
+    @cached_property
     def now_s(self) -> float:
         """The time at its first use, the same for the whole transaction."""
-        if self._now_s is None:
-            if self._clock is not None:
-                self._now_s = self._clock()
-            else:
-                clock = select(cast(func.extract("epoch", func.clock_timestamp()), Double))
-                self._now_s = self._connection.execute(clock).scalar_one()
-        return self._now_s
+        if self._clock is not None:
+            return self._clock()
+        return self._connection.scalars(select(cast(func.extract("epoch", func.clock_timestamp()), Double))).one()
 
     def lock_names(self) -> None:
         # Two transactions that insert the same names in different orders would deadlock.

@@ -108,11 +108,8 @@ def _check_after(transaction: Transaction, fresh: Mapping[str, NewJob]) -> None:
 def forgettable(jobs: Sequence[Job], before_s: float, ids: Collection[int]) -> list[Job]:
     """Return those of ``ids`` that finished before ``before_s`` and that no other job needs, ascending by number.
 
-    A job stays if it is the latest of a name that a job which stays is ``after``: that one would wait forever.  The
-    newest job of all stays, since a database may give its number again.
-
-    Args:
-        jobs: all jobs of the store, ascending by number.
+    ``jobs`` are all jobs of the store, in that order.  A job stays if it is the latest of a name that a job which stays
+    is ``after``: that one would wait forever.  The newest of all stays, since a database may give its number again.
     """
     latest = {job.name: job.id for job in jobs}
     going = {

@@ -84,7 +84,7 @@ class SqlStore(JobStore):
     def _run[T](self, work: Callable[[Transaction], T], *, write: bool = True) -> T:
         def once() -> T:
             with (self._writing if write else self._engine).begin() as connection:
-                return work(SqlTransaction(connection, self._clock, locking=write))
+                return work(SqlTransaction(connection, self._clock, write))
 
         return self._retried(once, self._patience_s)
 

@@ -19,9 +19,7 @@ logger = logging.getLogger("pipefill")
 def current_states(where: str, run_dir: Path, going: bool, names: Collection[str]) -> dict[str, JobRecord]:
     """The current states of the jobs with these names, by name; empty if the store cannot be opened or read.
 
-    Args:
-        run_dir: run folder of the run that asks.
-        going: True if that run is still running.
+    ``going`` is True if the run that asks, in ``run_dir``, is still running.
     """
     found = {}
     try:

@@ -31,9 +31,7 @@ _FEW = 100  # number of steps below which p99 is not meaningful
 def judge(job: JobSpec, found: Examined, runs: Sequence[TrialTraining], size_bytes: int, options: Options) -> Trial:
     """Return the result of a job's trial.
 
-    Args:
-        found: the findings of the check before the run.
-        runs: one run, or two, of which the second resumed from the first one's checkpoint of ``size_bytes``.
+    ``runs`` are one run, or two, of which the second resumed from the first one's checkpoint of ``size_bytes``.
     """
     last = runs[-1]
     record, worker = last.record, last.worker

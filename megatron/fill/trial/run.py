@@ -43,7 +43,6 @@ def try_job(
     Args:
         found: the findings of ``examine``, without an error.
         folder: new folder for all files; the user that jobs run as must be able to enter it.
-        say: prints a line on the progress.
 
     Raises:
         FillError: jobs cannot be tried on this machine.

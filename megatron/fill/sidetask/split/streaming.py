@@ -18,10 +18,8 @@ from megatron.fill.sidetask.split.segments import Split
 class Streamed:
     """The streamed weights of a model, as ``PieceRunner.resident`` for passes without gradients through one split.
 
-    From construction to ``end``, a parameter's data are in host memory except while its piece runs.
-
-    Args:
-        split: split whose pieces run in order; after the last piece comes the first, for the next batch.
+    From construction to ``end``, a parameter's data are in host memory except while its piece runs.  Pieces run in the
+    order of the split; after the last one comes the first, for the next batch.
     """
 
     def __init__(self, model: torch.nn.Module, split: Split, device: str) -> None:
