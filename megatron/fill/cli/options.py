@@ -87,11 +87,8 @@ def _warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str |
     from megatron.fill.store.location import WHERE_PASSWORDS_GO, has_password, shown
 
     if has_password(value):
-        typer.echo(
-            f"pipefill: the password of --store {shown(value)} is in ps for all users to see; "
-            f"expected it {WHERE_PASSWORDS_GO}",
-            err=True,
-        )
+        seen = f"the password of --store {shown(value)} is in ps for all users to see"
+        typer.echo(f"pipefill: {seen}; expected it {WHERE_PASSWORDS_GO}", err=True)
     return value
 
 

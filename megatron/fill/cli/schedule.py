@@ -106,10 +106,8 @@ def _schedule(which: str, stages: int | None, microbatches: int | None, chunks: 
         raise ConfigError(f"{which} without {'--stages' if stages is None else '--microbatches'}: expected a number")
     chunks = chunks or usual_chunks(which)
     if stages * microbatches * chunks > _MOST_FORWARDS:
-        raise ConfigError(
-            f"{which} with {stages} stages, {microbatches} microbatches and {chunks} chunks is too large: "
-            f"expected a product of at most {_MOST_FORWARDS:,}"
-        )
+        its = f"{which} with {stages} stages, {microbatches} microbatches and {chunks} chunks"
+        raise ConfigError(f"{its} is too large: expected a product of at most {_MOST_FORWARDS:,}")
     try:
         return make_schedule(which, stages, microbatches, chunks)
     except ValueError as error:
@@ -123,10 +121,8 @@ def given_costs(its: Schedule, times: str, transfer_ms: float) -> PipelineCosts:
     parts = times.split(",")
     numbers = [float(part) for part in map(str.strip, parts) if _NUMBER.fullmatch(part)]
     if not len(numbers) == len(parts) == 3 or not 0.001 <= sum(numbers) <= _MOST_MS:
-        raise ConfigError(
-            f"--times is {shown(times)}: expected three numbers, such as 10,12,8.5, with a sum of 0.001 to "
-            f"{_MOST_MS:,.0f} ms"
-        )
+        expected = f"three numbers, such as 10,12,8.5, with a sum of 0.001 to {_MOST_MS:,.0f} ms"
+        raise ConfigError(f"--times is {shown(times)}: expected {expected}")
     forward_ns, input_ns, weight_ns = (round(number * 1e6 / its.chunks) for number in numbers)
     return PipelineCosts.uniform(
         its.stages, forward_ns, input_ns + weight_ns, weight_ns, its.chunks, round(transfer_ms * 1e6)
@@ -163,11 +159,9 @@ def _found(timeline: Timeline, min_bubble_ms: float) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(
-        f"{one_line(found['schedule'])}: stages {found['stages']}, microbatches {found['microbatches']}, chunks "
-        f"{found['chunks']}\niteration {_ms(found['iteration_ms'])} ms, bubbles {found['bubble_share']:.1%}, fillable "
-        f"{found['fillable_share']:.1%}"
-    )
+    counts = f"stages {found['stages']}, microbatches {found['microbatches']}, chunks {found['chunks']}"
+    shares = f"bubbles {found['bubble_share']:.1%}, fillable {found['fillable_share']:.1%}"
+    print(f"{one_line(found['schedule'])}: {counts}\niteration {_ms(found['iteration_ms'])} ms, {shares}")
     kinds = [f">{kind.upper()}\nMS" for kind in PIPELINE_KINDS]
     table = plain_table(">RANK", *kinds, ">BUBBLES", ">FILLABLE", ">LONGEST\nMS", ">PEAK")
     for row in found["ranks"]:

@@ -95,11 +95,8 @@ def usage(
             print(one_line(f"quota of each user in {run}: {quota}"))
     unpriced = [job for job in jobs if prices[_run(job)] is None]
     if unpriced and total.cost is not None:
-        typer.echo(
-            f"pipefill: the cost lacks {len(unpriced)} of {len(jobs)} jobs, whose runs have no setting price or are "
-            "gone; expected --price for them",
-            err=True,
-        )
+        without = f"{len(unpriced)} of {len(jobs)} jobs, whose runs have no setting price or are gone"
+        typer.echo(f"pipefill: the cost lacks {without}; expected --price for them", err=True)
 
 
 def _within(job: Job, first_s: float | None) -> bool:

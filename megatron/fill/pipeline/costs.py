@@ -34,9 +34,8 @@ class PipelineCosts:
 
     def __post_init__(self) -> None:
         if not self.reduce_ns or len(self.reduce_ns) != len(self.optimizer_ns):
-            raise ValueError(
-                f"{len(self.reduce_ns)} reduce_ns and {len(self.optimizer_ns)} optimizer_ns; expected one per rank each"
-            )
+            reduce, optimizer = len(self.reduce_ns), len(self.optimizer_ns)
+            raise ValueError(f"{reduce} reduce_ns and {optimizer} optimizer_ns; expected one per rank each")
         if not self.stages or len(self.stages) % self.ranks:
             raise ValueError(f"{len(self.stages)} virtual stages on {self.ranks} ranks; expected as many on each")
         if min(self.p2p_ns, *self.reduce_ns, *self.optimizer_ns) < 0:

@@ -136,9 +136,8 @@ def _group_size(schedule: Schedule) -> int:
     except ValueError:
         expected = None
     if schedule != expected:
-        raise ValueError(
-            f"rendezvous: expected an interleaved schedule in Megatron's order; the schedule is\n{schedule}"
-        )
+        order = "expected an interleaved schedule in Megatron's order"
+        raise ValueError(f"rendezvous: {order}; the schedule is\n{schedule}")
     return group
 
 

@@ -126,18 +126,18 @@ class Schedule:
     def _check_row(self, rank: int, row: tuple[Op, ...]) -> None:
         seen: set[Op] = set()
         for at, op in enumerate(row):
-            cell = op.microbatch, op.chunk
+            its = op.microbatch, op.chunk
             problem = ""
             if not (op.microbatch < self.microbatches and op.chunk < self.chunks):
                 problem = f"is outside of {self.microbatches} microbatches and {self.chunks} chunks"
             elif op in seen:
                 problem = "runs twice"
             elif op.kind in (Pass.BACKWARD, Pass.INPUT):
-                if Op(Pass.FORWARD, *cell) not in seen:
+                if Op(Pass.FORWARD, *its) not in seen:
                     problem = "runs before its forward pass"
-                elif Op(Pass.BACKWARD if op.kind is Pass.INPUT else Pass.INPUT, *cell) in seen:
+                elif Op(Pass.BACKWARD if op.kind is Pass.INPUT else Pass.INPUT, *its) in seen:
                     problem = "is both whole and split"
-            elif op.kind is Pass.WEIGHT and Op(Pass.INPUT, *cell) not in seen:
+            elif op.kind is Pass.WEIGHT and Op(Pass.INPUT, *its) not in seen:
                 problem = "runs before its I pass"
             if problem:
                 raise ScheduleError(f"{op} {problem}", rank, at)
@@ -149,9 +149,8 @@ class Schedule:
             if forward not in seen:
                 raise ScheduleError(f"{forward} is missing", rank)
             if whole not in seen and weight not in seen:
-                raise ScheduleError(
-                    f"microbatch {microbatch}, chunk {chunk} has no whole backward pass; expected B, or I and W", rank
-                )
+                cell = f"microbatch {microbatch}, chunk {chunk}"
+                raise ScheduleError(f"{cell} has no whole backward pass; expected B, or I and W", rank)
 
     def _explain_cycle(self, needs: Sequence[Sequence[tuple[int, ...]]], stuck: dict[int, int]) -> None:
         """Raise the error that names a cycle of passes of which each waits for the next."""

@@ -52,10 +52,8 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
     if not stages <= group <= microbatches:
         raise ValueError(f"group_size is {group}; expected {stages} (stages) to {microbatches} (microbatches)")
     if 0 < microbatches % group < stages:
-        raise ValueError(
-            f"the last of the groups of {group} has {microbatches % group} of {microbatches} microbatches;"
-            f" expected at least {stages} (stages)"
-        )
+        last = f"the last of the groups of {group} has {microbatches % group} of {microbatches} microbatches"
+        raise ValueError(f"{last}; expected at least {stages} (stages)")
     table = [
         (microbatch, chunk)
         for first in range(0, microbatches, group)

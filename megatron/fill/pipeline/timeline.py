@@ -79,10 +79,8 @@ class Compiled:
         needs = [[tuple(ends[key] for ends in posts for key in step.transfers) for step in p.steps] for p in programs]
         order, stuck = execution_order(needs)
         if stuck:
-            raise ValueError(
-                f"ranks {', '.join(str(rank) for rank, _ in stuck)} wait for each other's transfers forever;"
-                f" the schedule is\n{self.schedule}"
-            )
+            ranks = ", ".join(str(rank) for rank, _ in stuck)
+            raise ValueError(f"ranks {ranks} wait for each other's transfers forever; the schedule is\n{schedule}")
         flat = [need for row in needs for need in row]
         before = dict.fromkeys(firsts[:-1], -1)  # element after the last step, whose end is time 0
         self._plan = tuple((step, before.get(step, step - 1), flat[step]) for step in order)
@@ -195,12 +193,10 @@ class Compiled:
         return starts, ends
 
     def _check(self, costs: PipelineCosts) -> None:
-        mine = self.schedule.stages, self.schedule.chunks
-        if (costs.ranks, costs.chunks) != mine:
-            raise ValueError(
-                f"costs of {costs.ranks} ranks with {costs.chunks} virtual stages each;"
-                f" expected {mine[0]} with {mine[1]} each for {self.schedule.name}"
-            )
+        its = self.schedule
+        if (costs.ranks, costs.chunks) != (its.stages, its.chunks):
+            expected = f"expected {its.stages} with {its.chunks} each for {its.name}"
+            raise ValueError(f"costs of {costs.ranks} ranks with {costs.chunks} virtual stages each; {expected}")
 
 
 def _check_times(name: str, times: Sequence[Sequence[int]], expected: Sequence[Sequence[object]]) -> None:

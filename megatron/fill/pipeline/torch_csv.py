@@ -98,10 +98,8 @@ def _placement(path: Path, rows: list[list[tuple[int, Pass, int]]], cells: list[
     for rank in range(len(rows)):
         own = sum(holder == rank for holder in ranks.values())
         if own * len(rows) != count:
-            raise ConfigError(
-                f"{path}, line {rank + 1}: rank {rank} has {own} of {count} stages: expected as many on each of the "
-                f"{len(rows)} ranks"
-            )
+            has, expected = f"rank {rank} has {own} of {count} stages", f"as many on each of the {len(rows)} ranks"
+            raise ConfigError(f"{path}, line {rank + 1}: {has}: expected {expected}")
     return [ranks[stage] for stage in range(count)]
 
 

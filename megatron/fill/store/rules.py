@@ -82,10 +82,8 @@ def add(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
     for job in new:
         namesake = known.get(job.name)
         if namesake is not None and namesake.work.identity() != job.work.identity():
-            raise JobError(
-                f"the name {job.name!r} is in use by the {namesake.state} job {namesake.id}, which is another one; "
-                "expected another name, or that job cancelled first"
-            )
+            use = f"in use by the {namesake.state} job {namesake.id}, which is another one"
+            raise JobError(f"the name {job.name!r} is {use}; expected another name, or that job cancelled first")
         first = fresh.setdefault(job.name, job) if namesake is None else job
         if first is not job and first.work.identity() != job.work.identity():
             raise JobError(f"two different jobs are named {job.name!r}; expected different names")

@@ -126,10 +126,9 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
     except OSError as error:
         raise StoreError(f"job store {where}: cannot be made: {error.strerror}") from error
     if not has_locks(path.parent):
-        raise StoreError(
-            f"job store {where}: its file system has no file locks, so two processes could take one job; "
-            "expected: a file on a local disk, or postgresql+psycopg://USER@HOST/DATABASE"
-        )
+        expected = "a file on a local disk, or postgresql+psycopg://USER@HOST/DATABASE"
+        without = "its file system has no file locks, so two processes could take one job"
+        raise StoreError(f"job store {where}: {without}; expected: {expected}")
     # A connection that finds the file missing for a moment must not create it: it would keep using the new file.
     # WAL needs memory that all processes share, so a single machine; rollback journals need only file locks.
     journal = "DELETE" if network_file_system(path) else "WAL"
