@@ -80,11 +80,8 @@ def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
         examined = examine(jobs, search, {})
     except ConfigError as error:
         raise ConfigError(f"{error}; --no-check submits them unseen") from error
-    wrong = [
-        f"{jobs_file}: job {job.name!r}: {found.error}"
-        for job, found in zip(jobs, examined, strict=True)
-        if found.error
-    ]
+    pairs = zip(jobs, examined, strict=True)
+    wrong = [f"{jobs_file}: job {job.name!r}: {found.error}" for job, found in pairs if found.error]
     if wrong:
         raise ConfigError("\n".join([*wrong, "nothing is submitted; --no-check submits them all the same"]))
 

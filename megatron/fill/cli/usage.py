@@ -79,7 +79,8 @@ def usage(
     segments = {run: _segment(run) for run in sorted({_run(job) for job in jobs})}
     prices = {run: _price(segment) if price is None else price for run, segment in segments.items()}
     quotas = {run: segment.quota for run, segment in segments.items() if segment is not None and segment.quota}
-    found = used(jobs, _NAMES[by], prices)
+    name = {By.USER: lambda job: job.user or "-", By.JOB: lambda job: job.name, By.RUN: _run}[by]
+    found = used(jobs, name, prices)
     total = used(jobs, lambda _: "all", prices).get("all", Used())
     if as_json:
         rows = [{by.value: name, **asdict(one)} for name, one in found.items()]
@@ -132,13 +133,6 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def _run(job: Job) -> str:
     """Return the folder of the run that had a job last; ``-`` if it is not known."""
     return job.run or "-"
-
-
-_NAMES: dict[By, Callable[[Job], str]] = {
-    By.USER: lambda job: job.user or "-",
-    By.JOB: lambda job: job.name,
-    By.RUN: _run,
-}
 
 
 def _segment(run: str) -> Segment | None:

@@ -168,12 +168,9 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     return _schedule("dualpipe-v", microbatches, 2, rows, _v_shape(stages), frozenset(together))
 
 
-_ONE_CHUNK: dict[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "zb-h1": zb_h1,
-}
-V_SHAPED: dict[str, Callable[[int, int], Schedule]] = {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
+type _Maker = Callable[[int, int], Schedule]
+_ONE_CHUNK: dict[str, _Maker] = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zb-h1": zb_h1}
+V_SHAPED: dict[str, _Maker] = {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
 NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 
 
