@@ -30,11 +30,8 @@ def world_size() -> int:
 def take_rank(order: tuple[int, ...]) -> tuple[int, Any]:
     """Change ``RANK`` to the logical rank of this process, and keep the rendezvous of the ranks working.
 
-    Args:
-        order: the physical rank of each logical one, for ``world_size()`` ranks.
-
-    Returns:
-        The logical rank, and the store that this process serves, which has to be kept; None if it serves none.
+    ``order`` has the physical rank of each logical one.  Return the logical rank, and the store that this process
+    serves, which has to be kept; None if it serves none.
     """
     physical, ranks = int(os.environ.get("RANK") or 0), len(order)
     # The new rank does not imply these, if the launcher has not set them.

@@ -86,11 +86,7 @@ def new_run_folder() -> str:
 
 
 def make_run_folder(run_dir: Path, seen: bool = False) -> None:
-    """Make the run folder, and remove status files that an earlier start of the training left there.
-
-    Args:
-        seen: jobs run as another user without a mount namespace, so only file modes protect the other folders.
-    """
+    """Make the run folder (``RunSandbox.seen``), without status files that an earlier start of the training left."""
     for part in PARTS:
         (run_dir / part).mkdir(parents=True, exist_ok=True)
     for part in set(PARTS) - {JOBS} if seen else PRIVATE:

@@ -61,11 +61,8 @@ def join(run_dir: Path, rank: int) -> int:
 def lock_run_folder(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, int | None] | None:
     """Lock the run folder, which rank 0 names, on every rank (a collective); None if it cannot be used.
 
-    Returns:
-        The folder, and the descriptor that holds the lock until it is closed; None if this rank cannot hold it.
-
-    Raises:
-        RunTaken: another training holds the folder on some rank; raised on every rank, with the same message.
+    Return it with the descriptor that holds the lock until it is closed; None if this rank cannot hold it.  RunTaken,
+    on every rank with the same message, if another training holds the folder on some rank.
     """
     lock, refused = None, ""
     if info.rank == 0:

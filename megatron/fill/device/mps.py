@@ -51,17 +51,14 @@ class MpsDaemon:
     ) -> MpsDaemon:
         """Start the run's daemon on this node, or return the one that another rank of ``owner`` has just started.
 
-        A daemon and pipes left by a run that was killed are ended and removed.
+        A daemon and pipes left by a run that was killed are ended and removed.  DeviceError if the program is missing
+        or does not start, the folder cannot be used, or another living run uses the same ``run_dir``.
 
         Args:
             run_dir: run folder; the log goes into its folder ``mps``.
             uuids: GPUs to serve, in the order in which the training numbers them.
             owner: pid of a process that lives as long as the run on this node, such as the ranks' common parent.
             base: folder for the pipes, whose path must be short; None for the system's folder for temporary files.
-
-        Raises:
-            DeviceError: the program is missing, it does not start, the folder cannot be used, or another living run
-                uses the same ``run_dir``.
         """
         pipe = _pipe_folder(run_dir, base)
         log = run_dir / "mps"

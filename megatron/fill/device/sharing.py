@@ -15,15 +15,14 @@ def choose_sharing(
 ) -> tuple[Sharing, str]:
     """Choose the mode; return it and the reason.
 
+    DeviceError if MPS was asked for and cannot be used, or time-slicing cannot be used.
+
     Args:
         setting: the user's choice: ``auto``, ``mps`` or ``timeslice``.
         gpus: number of GPUs.
         mps_program: True if the MPS control program is installed.
         same_user: True if workers run as the training's user.
         exclusive: True if the compute mode of a GPU allows at most one process at a time.
-
-    Raises:
-        DeviceError: MPS was asked for and cannot be used, or time-slicing cannot be used.
     """
     if setting != Sharing.MPS and gpus and exclusive:
         raise DeviceError(

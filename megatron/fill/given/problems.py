@@ -49,9 +49,7 @@ def explain(
 ) -> str:
     """Return a line for each of the first ``most`` errors that pydantic found in a ``model``.
 
-    Args:
-        where: maps the place of an error to the beginning of its line and the rest of the place, which follows it.
-        suffix: end of each line.
+    ``where`` maps the place of an error to the beginning of its line and the rest of the place, which follows it.
     """
     # pydantic reports a list with a wrong entry as too short as well.
     found = [its for its in error.errors() if its["type"] != "too_short" or not its["input"]]

@@ -142,11 +142,7 @@ class SiteSettings(_Section):
 def load_settings(given: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
     """Return the values of ``--fill-settings``, each a YAML file or, beginning with ``{``, YAML itself; later ones win.
 
-    Args:
-        others: settings that are flags of their own, to say so in an error.
-
-    Raises:
-        ConfigError: a file cannot be read, or a setting does not exist or has a wrong value.
+    ConfigError if a file cannot be read, or a setting does not exist, is a flag (``others``) or has a wrong value.
     """
     values: dict[str, Any] = {}
     for text in given:

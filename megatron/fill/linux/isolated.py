@@ -17,9 +17,7 @@ def program(module: str, *arguments: str) -> list[str]:
 def ask(module: str, argument: str, timeout_s: float) -> str:
     """Call a module's ``main`` in a process of its own; return what it prints.
 
-    Raises:
-        TimeoutError: it takes longer than ``timeout_s`` seconds.
-        OSError: it ends with an error; the message is its last line.
+    TimeoutError after ``timeout_s`` seconds; OSError if it ends with an error, whose last line is the message.
     """
     line = program(module, argument)
     try:
