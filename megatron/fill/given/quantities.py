@@ -67,14 +67,12 @@ def parse_deadline(value: object) -> float:
 def parse_prices(text: str) -> Prices:
     """Parse prices of an hour, ``main=3.96,side=0.18``, in any order; ValueError as ``checked_prices``."""
     given = [part.partition("=") for part in text.split(",")]
-    try:
-        prices = {name.strip(): float(price) for name, _, price in given}
-    except ValueError:
-        prices = {}
-    example = "main=3.96,side=0.18"
-    if len(given) != 2 or set(prices) != {"main", "side"}:
-        raise ValueError(f"expected what an hour costs, each above 0, such as {example}")
-    return checked_prices(Prices(**prices), example)
+    prices = Prices(0, 0)  # which is refused
+    with suppress(ValueError):
+        found = {name.strip(): float(price) for name, _, price in given}
+        if len(given) == 2 and set(found) == {"main", "side"}:
+            prices = Prices(**found)
+    return checked_prices(prices, "main=3.96,side=0.18")
 
 
 def checked_prices(prices: Prices, example: str) -> Prices:
