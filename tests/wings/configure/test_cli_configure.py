@@ -126,6 +126,8 @@ def test_the_table_has_80_columns_with_large_figures_too():
     assert any(line.startswith("The best of ") and " configurations on 1,024 GPUs, " in line for line in lines)
     few = run("--top", "300", "--objective", "cost", cluster=CLUSTER | {"price_per_gpu_hour": 1.0})
     assert few.splitlines()[1].split()[:3] == ["#", "GPUS", "TP"]
+    assert max(map(len, few.splitlines())) <= 80
+    assert "…" not in few
 
 
 def test_the_picture_has_a_row_for_each_of_the_best(folder):
@@ -364,7 +366,7 @@ def test_layers_of_the_ends_hold(folder):
     assert {one["parallel"]["chunks"] for row in best for one in (row, *row["tied"])} == {1, 2}
     assert both["iteration_s"] >= min(one["iteration_s"] for one in best)
     for wrong, said in {
-        "--decoder-first-pipeline-num-layers 3": "first_layers is 3 and last_layers is None; expected them to leave",
+        "--decoder-first-pipeline-num-layers 3": "--decoder-first-pipeline-num-layers is 3; expected layers left",
         f"{ends} {virtual} --num-layers 12": "not 6 of 12",
         f"{ends} --num-layers-per-virtual-pipeline-stage 1": "--num-virtual-stages-per-pipeline-rank in its place",
     }.items():

@@ -535,7 +535,10 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --multi-latent-attention --v-head-dim x", "--v-head-dim is 'x': expected a whole number above 0"),
         (FLAGS + " --num-experts 2 --moe-layer-freq [1]*1+[0]*1", "expected 1, or layers without experts before all"),
         (FLAGS + " --recompute-modules mlp", "--recompute-modules has mlp: expected --disable-bias-linear with it"),
-        (FLAGS + " --group-query-attention --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
+        (
+            FLAGS + " --group-query-attention --num-query-groups 3",
+            "--num-query-groups is 3; expected a divisor of --num-attention-heads, 8",
+        ),
         ("12 " + FLAGS, "'12' belongs to no flag"),
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
         (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),

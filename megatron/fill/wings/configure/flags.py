@@ -58,6 +58,7 @@ _LAYOUT = {
     "--expert-tensor-parallel-size": "expert_tp",
 }
 _ENDS = {"--decoder-first-pipeline-num-layers": "first_layers", "--decoder-last-pipeline-num-layers": "last_layers"}
+_FIELDS = {field: flag for flag, field in (_MODEL | _LAYOUT | _ENDS).items()}
 _SWITCHES = {
     "--sequence-parallel": "sequence_parallel",
     "--use-distributed-optimizer": "distributed_optimizer",
@@ -230,7 +231,7 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             tied_embeddings="--untie-embeddings-and-output-weights" not in names,
         )
     except ValueError as error:
-        raise ConfigError(f"the flags describe no model: {error}") from error
+        raise ConfigError(f"the flags describe no model: {in_flags(str(error))}") from error
     precision = Precision.BF16 if "--bf16" in names else Precision.FP16 if "--fp16" in names else Precision.FP32
     if precision is Precision.BF16 and "--grad-reduce-in-bf16" in names:
         precision = Precision.BF16_GRADIENTS
@@ -308,6 +309,13 @@ def check_whole(training: Training, tokens: Sequence[str]) -> None:
     for flag in _RECOMPUTE:
         if training.fixed.get("recompute") is Recompute.FULL and flag not in given:
             raise ConfigError(f"--recompute-granularity is full without {flag}; expected both")
+
+
+def in_flags(problem: str) -> str:
+    """Return what a model or a layout says of its fields with Megatron's flags for their names."""
+    names = "|".join(_FIELDS)
+    named = rf"\b({names})(?= is )|(?<=divisor of )({names})(?=,)|(?<=model's )({names})(?=,)"
+    return re.sub(named, lambda its: _FIELDS[its[0]], problem)
 
 
 def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:

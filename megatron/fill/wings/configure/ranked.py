@@ -55,8 +55,14 @@ def parts(proposal: Proposal, training: Training, cluster: Cluster, passes: Pass
     return Parts(passes_s, bubbles_s, proposal.iteration_s - passes_s - bubbles_s)
 
 
-def why(first: Valued, second: Valued, training: Training, cluster: Cluster, passes: Passes | None) -> str:
-    """Differences of one configuration to another: time by parts, memory, and fill work; and what makes it safer."""
+def why(
+    first: Valued, second: Valued, training: Training, cluster: Cluster, passes: Passes | None, by_time: bool = True
+) -> str:
+    """Differences of one configuration to another: time by parts, memory, and fill work.
+
+    Args:
+        by_time: they are ranked by time: then also what makes the first safer, if it is longer.
+    """
     one, other = (parts(each.proposal, training, cluster, passes) for each in (first, second))
     seconds = {
         "bubbles": one.bubbles_s - other.bubbles_s,
@@ -69,6 +75,6 @@ def why(first: Valued, second: Valued, training: Training, cluster: Cluster, pas
     gpus = first.gpus_worth - second.gpus_worth
     named += [f"fill {gpus:+.2f} GPUs"] if abs(gpus) >= _LEAST_GPUS else []
     said = ", ".join(named) or "no difference"
-    longer = first.proposal.iteration_s > second.proposal.iteration_s
+    longer = by_time and first.proposal.iteration_s > second.proposal.iteration_s
     reason = safer(first.proposal, second.proposal, cluster.gpus_per_node) if longer else ""
     return f"{said}; tied in time, {reason}" if reason else said

@@ -264,18 +264,23 @@ def search(
     fastest: dict[tuple[int, ...], int] = {}  # time of each layout in ns
     last_ns, tied = inf, 1 + error  # what a configuration of another layout has to be below
     timed = 0
+
+    def most_ns(its: Parallel) -> float:
+        """The time with which a configuration may be in the rows."""
+        own_ns = fastest.get(layout_of(its), inf)
+        return tied * own_ns if own_ns <= last_ns else last_ns
+
     for least_ns, _, times in bounded:
-        layout = layout_of(times.parallel)
-        own_ns = fastest.get(layout, inf)
-        if least_ns > (tied * own_ns if own_ns <= last_ns else last_ns):
+        if least_ns > most_ns(times.parallel):
             continue
         timed += 1
         for one in _with_recompute(evaluator, times, excluded):
-            found.append(one)
-            fastest[layout] = min(one.timeline.period_ns, fastest.get(layout, one.timeline.period_ns))
-        if len(fastest) >= top:
-            ordered = sorted(fastest.values())
-            last_ns = max(ordered[top - 1], tied * ordered[0])
+            layout, period_ns = layout_of(one.parallel), one.timeline.period_ns
+            fastest[layout] = min(period_ns, fastest.get(layout, period_ns))
+            if len(fastest) >= top:
+                ordered = sorted(fastest.values())
+                last_ns = max(ordered[top - 1], tied * ordered[0])
+            found = [its for its in (*found, one) if its.timeline.period_ns <= most_ns(its.parallel)]
     if not found:
         raise ConfigError(_nothing(evaluator, excluded, gpus or cluster.gpus))
     rows = in_rows(found, error, cluster.gpus_per_node)[:top]
@@ -317,5 +322,9 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
             f"{least / GIB:.2f} GiB of a GPU, at most {most / GIB:.2f} GiB{why}; expected at most "
             f"{cluster.room_bytes / GIB:.2f} GiB"
         )
+    if excluded.total() == 1:
+        (reason,) = excluded
+        expected = "" if "expected" in reason else "expected that "
+        return f"this layout does not go on {gpus} x {cluster.gpu.name}: {expected}{reason}"
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

@@ -20,7 +20,7 @@ from math import gcd
 from typing import Any
 
 from megatron.fill.wings.configure.details import detailed
-from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.configure.flags import Training, in_flags
 from megatron.fill.wings.configure.overlap import expert_problem
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -106,7 +106,7 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
                 found.check(model)
                 reason = expert_problem(model, found)
             except ValueError as error:
-                reason = str(error)
+                reason = in_flags(str(error))
             if reason:
                 excluded[reason] += 1
             else:

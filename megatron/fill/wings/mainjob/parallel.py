@@ -225,17 +225,17 @@ class Parallel:
             if min(each) < 0:
                 raise ValueError(f"layers is {model.layers}; expected more, as embedding or loss are layers too")
             return tuple(each)
-        for name, value in (("first_layers", first), ("last_layers", last)):
-            if value is not None and not 0 < value < model.layers:
+        given = {name: count for name, count in (("first_layers", first), ("last_layers", last)) if count is not None}
+        for name, value in given.items():
+            if not 0 < value < model.layers:
                 raise ValueError(f"{name} is {value}; expected 1 to {model.layers - 1}")
-        given = [count for count in (first, last) if count is not None]
-        between, rest = self.pp - len(given), model.layers - sum(given)
+        between, rest = self.pp - len(given), model.layers - sum(given.values())
         parts = between * self.chunks
         if between < 0 or rest < parts or (rest % parts if parts else rest):
             among = f"{max(0, between)} of {self.pp} stages" + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
             raise ValueError(
-                f"first_layers is {first} and last_layers is {last}; expected them to leave layers that divide evenly "
-                f"among {among}, not {rest} of {model.layers}"
+                f"{' and '.join(f'{name} is {count}' for name, count in given.items())}; expected layers left that "
+                f"divide evenly among {among}, not {rest} of {model.layers}"
             )
         head, tail = [first] if first else [], [last] if last else []
         ranks = head + [rest // between if between else 0] * between + tail

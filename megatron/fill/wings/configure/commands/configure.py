@@ -102,7 +102,8 @@ def configure(
     _print_choice(choice, there, Objective(objective), error)
     if len(choice.best) > 1:
         first, second = choice.best[:2]
-        Console(highlight=False).print(f"Why row 1 before row 2: {why(first, second, training, there, passes)}.")
+        reasons = why(first, second, training, there, passes, by_time=objective == Objective.MAIN)
+        Console(highlight=False).print(f"Why row 1 before row 2: {reasons}.")
     _print_ignored(training, there.gpu)
     for one in passes.profiles if passes else ():
         _print_untold(one)
@@ -242,9 +243,9 @@ def _print_untold(one: Profile) -> None:
         print(f"{run} does not tell {' or '.join(untold)}.")
 
 
-def _gib(its: Proposal) -> str:
+def _gib(its: Proposal, places: int) -> str:
     shown, low, high = (end / 2**30 for end in (its.peak_bytes, *its.interval_bytes))
-    places = 1 if high < 100 else 0
+    places = places if high < 100 else 0
     return f"{shown:.{places}f} ({low:.{places}f}-{high:.{places}f})"
 
 
@@ -279,7 +280,7 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
             para.microbatch,
         )
         row = [f"{rank}{'=' if ranked.count(rank) > 1 else ' '}", *map(str, sizes), para.recompute.value]
-        row += [f"{its.iteration_s:.4g}", _gib(its), f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
+        row += [f"{its.iteration_s:.4g}", _gib(its, int(alike)), f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80).print(table)
     if len(set(ranked)) < len(ranked):
