@@ -23,17 +23,12 @@ _UNSIGNED = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Begun:
-    """A request some of whose choices are missing.
-
-    Attributes:
-        choices: finished choices by number.
-        error: reason that it cannot be answered.
-    """
+    """A request some of whose choices are missing."""
 
     request: Request
     prompt_tokens: int
-    choices: dict[int, Choice] = field(default_factory=dict)
-    error: str | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)  # finished choices by number
+    error: str | None = None  # reason that it cannot be answered
 
 
 class Answering:

@@ -22,14 +22,10 @@ _LEAST_LOGPROB = -9999.0  # as OpenAI gives that of a token that cannot be: JSON
 class TokenLogprob:
     """Log probability of a generated token, and of its alternatives."""
 
-    token: str
-    """Its text; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
-    logprob: float
-    """Natural logarithm; may be minus infinity."""
-    top: tuple[tuple[str, float], ...] = ()
-    """The most probable tokens there, best first."""
-    offset: int = 0
-    """Characters of the choice's text before it."""
+    token: str  # text; bytes of it that are no whole character are surrogates (``surrogateescape``)
+    logprob: float  # natural logarithm; may be minus infinity
+    top: tuple[tuple[str, float], ...] = ()  # the most probable tokens there, best first
+    offset: int = 0  # number of characters of the choice's text before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +34,10 @@ class Choice:
 
     index: int
     text: str
-    finish_reason: Literal["stop", "length", "error"]
-    """``error``: there is none, and ``text`` says why."""
-    tokens: int
-    """Number of generated tokens."""
+    finish_reason: Literal["stop", "length", "error"]  # for ``error``, ``text`` is the reason
+    tokens: int  # number of generated tokens
     logprobs: Sequence[TokenLogprob] | None = None
-    vector: tuple[float, ...] | None = None
-    """A prompt's embedding, normalised, if there is no text."""
+    vector: tuple[float, ...] | None = None  # a prompt's embedding, normalised, if there is no text
 
 
 def answer(request: Request, choices: Sequence[Choice], prompt_tokens: int, model: str) -> dict[str, Any]:

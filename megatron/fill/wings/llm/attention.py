@@ -19,15 +19,10 @@ _CHANGING_ROPES = ("longrope", "su", "yarn_dynamic")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Limit on the tokens of a sequence.
+    """Limit on the tokens of a sequence."""
 
-    Attributes:
-        tokens: limit, the prompt included.
-        reason: cause of a limit below the model's own; None if it is the model's own.
-    """
-
-    tokens: int
-    reason: str | None = None
+    tokens: int  # limit, the prompt included
+    reason: str | None = None  # cause of a limit below the model's own; None if it is the model's own
 
 
 def text_config(model: Any) -> Any:

@@ -35,18 +35,12 @@ class NotFiniteError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Branching:
-    """A sequence in a round.
-
-    Attributes:
-        shape: shape of its tree.
-        levels: each participating draft's own nodes, by depth.
-        chance: randomness of the round.
-    """
+    """A sequence in a round."""
 
     sequence: GeneratedSequence
-    shape: Shape
-    levels: dict[int, list[list[int]]]
-    chance: Chance
+    shape: Shape  # shape of its tree
+    levels: dict[int, list[list[int]]]  # each participating draft's own nodes, by depth
+    chance: Chance  # randomness of the round
     tree: TokenTree = field(default_factory=TokenTree)
 
     def grows(self, draft: int, level: int) -> bool:

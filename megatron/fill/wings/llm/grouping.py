@@ -17,19 +17,12 @@ _COSTS = {"cpu": (1e7, 10.0, 24.0), "cuda": (1e10, 150.0, 400.0)}
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """The cost of a batch, in multiplications of a weight and a token.
+    """The cost of a batch, in multiplications of a weight and a token."""
 
-    Attributes:
-        batch: fixed cost: weights are read, and every kernel is started.
-        token: cost of each of its tokens, padding included.
-        column: cost of each column that a token attends to, padding included.
-        copied: cost of each column of a row, padding included: its keys and values are read.
-    """
-
-    batch: float
-    token: float
-    column: float
-    copied: float
+    batch: float  # fixed cost: weights are read, and every kernel is started
+    token: float  # cost of each of its tokens, padding included
+    column: float  # cost of each column that a token attends to, padding included
+    copied: float  # cost of each column of a row, padding included: its keys and values are read
 
     def of(self, rows: np.ndarray, queries: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """The costs of batches of so many rows, padded to so many queries and columns."""

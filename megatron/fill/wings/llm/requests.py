@@ -67,33 +67,23 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {  # what is not supported, and values
 class Request:
     """A request that can be answered."""
 
-    line: int
-    """In the file, from 1."""
+    line: int  # number in the file, from 1
     custom_id: str
     chat: bool
-    prompts: tuple[str | tuple[int, ...], ...]
-    """Of a completion: each a text or token ids."""
+    prompts: tuple[str | tuple[int, ...], ...]  # each a text or token ids; empty for a chat
     messages: tuple[dict[str, Any], ...] = ()
-    """Of a chat: each with ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
-    tools: tuple[dict[str, Any], ...] = ()
-    """Of a chat: functions that the template tells of."""
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Of a chat: arguments of the template's own."""
-    model: str = ""
-    """Empty if it does not say."""
-    n: int = 1
-    """Choices for each prompt."""
-    max_tokens: int | None = None
-    """None: as many as the model's context leaves."""
+    """A chat, each with ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
+    tools: tuple[dict[str, Any], ...] = ()  # functions that a chat's template describes
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of a chat's template
+    model: str = ""  # empty if the request names none
+    n: int = 1  # choices for each prompt
+    max_tokens: int | None = None  # None for as many as the model's context leaves
     sampling: Sampling = field(default_factory=Sampling)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    """How many alternatives are given for each token; None: no log probabilities at all."""
-    encoding: Literal["float", "base64"] | None = None
-    """Of the vectors of its prompts; None: they are gone on with."""
-    schema: Mapping[str, Any] | None = None
-    """The JSON schema of its answers; None: they may be any text."""
+    logprobs: int | None = None  # number of alternatives for each token; None for no log probabilities
+    encoding: Literal["float", "base64"] | None = None  # form of an embedding; None if the prompts are continued
+    schema: Mapping[str, Any] | None = None  # JSON schema of its answers; None for any text
 
     @property
     def choices(self) -> int:
@@ -108,8 +98,7 @@ class Refused:
     line: int
     custom_id: str | None
     message: str
-    param: str | None
-    """The field that is wrong."""
+    param: str | None  # the field that is wrong
     status_code: int = 400
 
 

@@ -24,35 +24,23 @@ _PROMPT = np.array([1])  # before the tree, for the repetition penalty
 
 @dataclass(frozen=True, slots=True)
 class CheckedCase:
-    """A target, its drafts, and the shape of the trees.
-
-    Attributes:
-        name: name for a reader.
-        vocabulary: vocabulary size.
-        shape: number of each draft's draws below each node, by depth.
-    """
+    """A target, its drafts, and the shape of the trees."""
 
     name: str
     vocabulary: int
     target: Model
     drafts: tuple[Model, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # number of each draft's draws below each node, by depth
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRule:
-    """Result of a case.
-
-    Attributes:
-        distance: total variation distance of the sequences from the target's, 0 to 1.
-        tokens: mean number of tokens in a step, the added one included.
-        outcomes: number of outcomes that were enumerated.
-    """
+    """Result of a case."""
 
     case: CheckedCase
-    distance: float
-    tokens: float
-    outcomes: int
+    distance: float  # total variation distance of the sequences from the target's, 0 to 1
+    tokens: float  # mean number of tokens in a step, the added one included
+    outcomes: int  # number of outcomes that were enumerated
 
     @property
     def exact(self) -> bool:

@@ -18,15 +18,10 @@ Draft = Callable[[np.ndarray, int, Chance], Sequence[tuple[int, np.ndarray]]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Draw of a token below a node.
+    """Draw of a token below a node."""
 
-    Attributes:
-        node: node that it led to; two draws of the same token lead to the same node.
-        probabilities: distribution that it was drawn from, ``[vocabulary]``.
-    """
-
-    node: int
-    probabilities: np.ndarray
+    node: int  # node that it led to; two draws of the same token lead to the same node
+    probabilities: np.ndarray  # distribution that it was drawn from, ``[vocabulary]``
 
 
 @dataclass(slots=True)

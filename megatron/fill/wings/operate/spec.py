@@ -11,19 +11,11 @@ OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # in the environment: where metrics go by 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSpec(Spec):
-    """The settings of a metrics server, from its agent.
-
-    Attributes:
-        node: number of the node, of whose ranks it tells.
-        store: URL of the job store; empty on nodes that do not tell of jobs, so that they count once.
-        address: address to listen on.
-        port: port to listen on; 0 for none, where metrics only go out by OTLP.
-        token_file: file with the bearer token that a request must have; empty for none.
-    """
+    """The settings of a metrics server, from its agent."""
 
     run_dir: str
-    node: int
-    store: str
-    address: str = "127.0.0.1"
-    port: int = 0
-    token_file: str = ""
+    node: int  # number of the node whose ranks it serves
+    store: str  # URL of the job store; empty on nodes that do not serve job metrics, which count once
+    address: str = "127.0.0.1"  # address to listen on
+    port: int = 0  # port to listen on; 0 for none, where metrics only go out by OTLP
+    token_file: str = ""  # file with the bearer token that a request must have; empty for none

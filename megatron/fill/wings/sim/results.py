@@ -21,13 +21,9 @@ _DAY_H = 24.0
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Times from arrival to success, in seconds.
+    """Times from arrival to success, in seconds."""
 
-    Attributes:
-        count: number of jobs that succeeded.
-    """
-
-    count: int
+    count: int  # number of jobs that succeeded
     mean_s: float
     median_s: float
     p95_s: float
@@ -35,23 +31,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class UseOfTime:
-    """The use of some devices' time, as shares of the total; ``idle`` is time without a main job.
-
-    Attributes:
-        main: share in which the main job computed.
-        fill: time that the fill jobs' work would have taken alone.
-        bubble: bubbles' share of the main job's time; None without a main job.
-        gpus_worth: GPUs' worth of the fill work.
-    """
+    """The use of some devices' time, as shares of the total; ``idle`` is time without a main job."""
 
     name: str
     devices: int
-    main: float
-    fill: float
+    main: float  # share in which the main job computed
+    fill: float  # time that the fill jobs' work would have taken alone
     down: float
     idle: float
-    bubble: float | None
-    gpus_worth: float
+    bubble: float | None  # bubbles' share of the main job's time; None without a main job
+    gpus_worth: float  # GPUs' worth of the fill work
 
     @property
     def gain(self) -> float | None:
@@ -73,27 +62,19 @@ class JobKindResult:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """The results of a simulated scenario.
-
-    Attributes:
-        what: swept values that distinguish it from the others, such as ``{"dp": 16}``.
-        completion: completion times of the jobs that succeeded; None if none did.
-        deadlines: number of jobs with a deadline, and number of deadlines met.
-        saved_per_day: cost of the fill work on dedicated devices, per day; None without a price.
-        truncated: number of jobs still waiting or running at the end; many bias completion times towards short jobs.
-    """
+    """The results of a simulated scenario."""
 
     policy: str
-    what: dict[str, Any]
+    what: dict[str, Any]  # swept values that distinguish it from the others, such as ``{"dp": 16}``
     duration_s: float
     total: UseOfTime
     groups: tuple[UseOfTime, ...]
     kinds: tuple[JobKindResult, ...]
     jobs: dict[str, int]
-    completion: Completion | None
-    deadlines: tuple[int, int]
-    saved_per_day: float | None
-    truncated: int
+    completion: Completion | None  # completion times of the jobs that succeeded; None if none did
+    deadlines: tuple[int, int]  # number of jobs with a deadline, and number of deadlines met
+    saved_per_day: float | None  # cost of the fill work on dedicated devices, per day; None without a price
+    truncated: int  # number of jobs still waiting or running at the end; many bias completion times towards short jobs
     failures: int
     events: int
     wall_s: float

@@ -35,17 +35,12 @@ _WHAT_IF = "1d"  # simulated time for a real run's report
 
 @dataclass(frozen=True, slots=True)
 class SimTask:
-    """A simulation as data that can be sent to another process.
+    """A simulation as data that can be sent to another process."""
 
-    Attributes:
-        source: the configuration file, for errors; paths in it are relative to its folder.
-        what: swept values.
-    """
-
-    source: str
+    source: str  # the configuration file, for errors; paths in it are relative to its folder
     config: SimulationConfig
     policy: str
-    what: dict[str, Any]
+    what: dict[str, Any]  # swept values
 
 
 def load(path: Path) -> tuple[str, PlainYaml]:

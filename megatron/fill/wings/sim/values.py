@@ -13,17 +13,11 @@ from megatron.fill.types import JobState
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Devices with the same bubble cycle.
+    """Devices with the same bubble cycle."""
 
-    Attributes:
-        name: unique name in a scenario, such as ``llm/stage 3``.
-        count: number of devices: data-parallel times tensor-parallel ranks of a stage.
-        cycle: an iteration of the main job there, with the bubbles' durations and free memory.
-    """
-
-    name: str
-    count: int
-    cycle: BubbleCycle
+    name: str  # unique name in a scenario, such as ``llm/stage 3``
+    count: int  # number of devices: data-parallel times tensor-parallel ranks of a stage
+    cycle: BubbleCycle  # an iteration of the main job there, with the bubbles' durations and free memory
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.cycle.period_ns < 1:
@@ -32,32 +26,22 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True)
 class MainJobRun:
-    """A main job that occupies devices for a while.
-
-    Attributes:
-        end_s: time of its end; infinity for the whole simulation.
-    """
+    """A main job that occupies devices for a while."""
 
     name: str
     groups: tuple[DeviceGroup, ...]
     start_s: float = 0.0
-    end_s: float = inf
+    end_s: float = inf  # time of its end; infinity for the whole simulation
 
 
 @dataclass(frozen=True, slots=True)
 class FillKind:
-    """A kind of fill job, with its profiles on the devices of the scenario.
-
-    Attributes:
-        unit: unit of its work, such as ``samples``.
-        profiles: the planner's profiles, one per configuration in which it can run.
-        alone_rate: work per second on an otherwise idle device, in the best configuration there.
-    """
+    """A kind of fill job, with its profiles on the devices of the scenario."""
 
     name: str
-    unit: str
-    profiles: tuple[JobProfile, ...]
-    alone_rate: float
+    unit: str  # unit of its work, such as ``samples``
+    profiles: tuple[JobProfile, ...]  # the planner's profiles, one per configuration in which it can run
+    alone_rate: float  # work per second on an otherwise idle device, in the best configuration there
 
     def __post_init__(self) -> None:
         if not self.profiles:
@@ -68,21 +52,14 @@ class FillKind:
 
 @dataclass(frozen=True, slots=True)
 class SimJob:
-    """A fill job.
+    """A fill job."""
 
-    Attributes:
-        id: unique number; orders jobs that arrived together and have equal scores.
-        kind: name of a ``FillKind``.
-        work: total work, in the kind's unit.
-        deadline_s: time by which it should succeed, or None.
-    """
-
-    id: int
+    id: int  # unique number; orders jobs that arrived together and have equal scores
     name: str
-    kind: str
+    kind: str  # name of a ``FillKind``
     arrival_s: float
-    work: float
-    deadline_s: float | None = None
+    work: float  # total work, in the kind's unit
+    deadline_s: float | None = None  # time by which it should succeed, or None
     user: str = ""
     priority: int = 0
 
@@ -121,15 +98,10 @@ class RuntimeModel:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Failures of devices.  A failure stops the device's main job, which restarts after ``restart_s``.
+    """Failures of devices.  A failure stops the device's main job, which restarts after ``restart_s``."""
 
-    Attributes:
-        mtbf_s: mean time between the failures of one device, exponentially distributed; infinity for never.
-        restart_s: time until the main job resumes.
-    """
-
-    mtbf_s: float = inf
-    restart_s: float = 600.0
+    mtbf_s: float = inf  # mean time between the failures of one device, exponentially distributed; infinity for never
+    restart_s: float = 600.0  # time until the main job resumes
     seed: int = 0
 
 
@@ -163,24 +135,15 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """The outcome of one job.
-
-    Attributes:
-        state: SUCCEEDED, RUNNING or QUEUED at the end, FAILED if it fits no bubble of any device.
-        started_s: time of the first claim, or None.
-        ended_s: time of success, or None.
-        work_done: work that counts; for a job that lost its device, the saved work.
-        device_s: seconds in a seat, over all attempts.
-        attempts: number of claims.
-    """
+    """The outcome of one job."""
 
     id: int
-    state: JobState
-    started_s: float | None
-    ended_s: float | None
-    work_done: float
-    device_s: float
-    attempts: int
+    state: JobState  # SUCCEEDED, RUNNING or QUEUED at the end, FAILED if it fits no bubble of any device
+    started_s: float | None  # time of the first claim, or None
+    ended_s: float | None  # time of success, or None
+    work_done: float  # work that counts; for a job that lost its device, the saved work
+    device_s: float  # seconds in a seat, over all attempts
+    attempts: int  # number of claims
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,18 +170,11 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SimOutcome:
-    """The outcome of a simulation.
+    """The outcome of a simulation."""
 
-    Attributes:
-        jobs: outcomes in the order of the scenario.
-        events: number of events handled.
-        failures: number of failures of devices during a main job.
-        wall_s: duration of the simulation itself.
-    """
-
-    jobs: tuple[JobOutcome, ...]
+    jobs: tuple[JobOutcome, ...]  # outcomes in the order of the scenario
     groups: tuple[GroupOutcome, ...]
     duration_s: float
-    events: int
-    failures: int
-    wall_s: float
+    events: int  # number of events handled
+    failures: int  # number of failures of devices during a main job
+    wall_s: float  # duration of the simulation itself

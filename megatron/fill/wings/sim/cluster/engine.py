@@ -24,18 +24,13 @@ class EventKind(IntEnum):
 
 
 class Event(NamedTuple):
-    """Events are ordered by time, kind, and the order in which they were announced.
-
-    Attributes:
-        about: number of the job or of the main job.
-        token: version of the job's or main job's state; an event with an outdated one is ignored.
-    """
+    """Events are ordered by time, kind, and the order in which they were announced."""
 
     time_s: float
     kind: EventKind
     sequence: int
-    about: int
-    token: int
+    about: int  # number of the job or of the main job
+    token: int  # version of the job's or main job's state; an event with an outdated one is ignored
 
 
 class Calendar:

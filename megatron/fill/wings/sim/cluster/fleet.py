@@ -12,19 +12,13 @@ from megatron.fill.wings.sim.cluster.rates import Offer, Rates
 
 @dataclass(slots=True, eq=False)
 class FleetDevice:
-    """A device of a main job.
+    """A device of a main job."""
 
-    Attributes:
-        index: device number, in the order of the main jobs and their groups.
-        group: number of the device's group.
-        up: True while its main job runs.
-    """
-
-    index: int
+    index: int  # device number, in the order of the main jobs and their groups
     name: str
-    group: int
+    group: int  # number of the device's group
     rates: Rates
-    up: bool = False
+    up: bool = False  # True while its main job runs
     resident: SimulatedAttempt | None = None
     tail: SimulatedAttempt | None = None
 

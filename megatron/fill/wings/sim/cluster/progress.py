@@ -10,35 +10,22 @@ from megatron.fill.wings.sim.cluster.rates import Fit
 
 @dataclass(slots=True, eq=False)
 class SimulatedAttempt:
-    """A job from its claim to the end of that claim.
+    """A job from its claim to the end of that claim."""
 
-    Attributes:
-        job: number of the job.
-        work: total work of the job.
-        kept: work contained in the last checkpoint before ``since_s``, perhaps of an earlier attempt.
-        device: number of the device.
-        tail: True if the job has the tail seat.
-        checkpoint_s: seconds between checkpoints, from the first step on.
-        token: number that is new for every claim and every change of rate; events with another one are outdated.
-        started_s: time of the first step; None before it.
-        done: work done by ``since_s``; later work is done at ``rate`` per second.
-        due_s: time at which a resident job will be done; its rate never changes.
-    """
-
-    job: int
-    work: float
-    kept: float
-    device: int
-    tail: bool
+    job: int  # number of the job
+    work: float  # total work of the job
+    kept: float  # work contained in the last checkpoint before ``since_s``, perhaps of an earlier attempt
+    device: int  # number of the device
+    tail: bool  # True if the job has the tail seat
     fit: Fit
     claimed_s: float
-    checkpoint_s: float
-    token: int
-    started_s: float | None = None
-    done: float = field(init=False)
+    checkpoint_s: float  # seconds between checkpoints, from the first step on
+    token: int  # number that is new for every claim and every change of rate; events with another one are outdated
+    started_s: float | None = None  # time of the first step; None before it
+    done: float = field(init=False)  # work done by ``since_s``; later work is done at ``rate`` per second
     since_s: float = field(init=False)
     rate: float = 0.0
-    due_s: float = inf
+    due_s: float = inf  # time at which a resident job will be done; its rate never changes
 
     def __post_init__(self) -> None:
         self.done, self.since_s = self.kept, self.claimed_s

@@ -22,16 +22,12 @@ from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """A kind of job in a seat, with its plan there.
-
-    Attributes:
-        unit_s: seconds per unit of work there, as the scheduler estimates it (``planner.search.unit_s``).
-    """
+    """A kind of job in a seat, with its plan there."""
 
     kind: str
     plan: ExecutionPlan
     profile: JobProfile
-    unit_s: float
+    unit_s: float  # seconds per unit of work there, as the scheduler estimates it (``planner.search.unit_s``)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,18 +21,12 @@ from megatron.fill.wings.sim.values import SimJob
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A waiting job.
+    """A waiting job."""
 
-    Attributes:
-        index: number of the job.
-        left: remaining work.
-        attempts: number of earlier claims.
-    """
-
-    index: int
+    index: int  # number of the job
     job: SimJob
-    left: float
-    attempts: int
+    left: float  # remaining work
+    attempts: int  # number of earlier claims
 
     @property
     def key(self) -> tuple[float, int]:

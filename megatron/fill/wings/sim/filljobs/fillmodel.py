@@ -34,24 +34,15 @@ _TRAINING = (  # offload and checkpointing, as TrainingJob offers them
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a model; all values except ``parameters`` are per sample and forward pass, in half precision.
-
-    Attributes:
-        parameters: number of parameters.
-        flops: multiplications and additions; a block with 0 looks its weights up, and does not read all of them.
-        traffic_bytes: memory traffic without the weights.
-        kept_bytes: activations that the backward pass needs.
-        working_bytes: peak of live activations if none are kept.
-        output_bytes: output, which is the next block's input.
-    """
+    """A part of a model; all values except ``parameters`` are per sample and forward pass, in half precision."""
 
     name: str
-    parameters: int
-    flops: float
-    traffic_bytes: float
-    kept_bytes: float
-    working_bytes: float
-    output_bytes: float
+    parameters: int  # number of parameters
+    flops: float  # multiplications and additions; a block with 0 looks its weights up, and does not read all of them
+    traffic_bytes: float  # memory traffic without the weights
+    kept_bytes: float  # activations that the backward pass needs
+    working_bytes: float  # peak of live activations if none are kept
+    output_bytes: float  # output, which is the next block's input
 
     @property
     def cast_bytes(self) -> int:
@@ -61,33 +52,22 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Achieved speed of a model on a GPU.
+    """Achieved speed of a model on a GPU."""
 
-    Attributes:
-        compute_share: achieved fraction of ``GpuKind.peak_flops`` at large batches.
-        block_s: fixed part of each block's pass, in seconds.
-        launch_s: minimum duration of a block's pass, in seconds.
-    """
-
-    compute_share: float
-    block_s: float
-    launch_s: float = 0.0
+    compute_share: float  # achieved fraction of ``GpuKind.peak_flops`` at large batches
+    block_s: float  # fixed part of each block's pass, in seconds
+    launch_s: float = 0.0  # minimum duration of a block's pass, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class FillModel:
-    """A model as a fill job runs it.
-
-    Attributes:
-        backward: duration of a backward pass as a multiple of the forward pass's.
-        batch: samples per training step; configurations divide it into microbatches.
-    """
+    """A model as a fill job runs it."""
 
     name: str
     blocks: tuple[Block, ...]
     speed: Speed
-    backward: float = 2.0
-    batch: int = 32
+    backward: float = 2.0  # duration of a backward pass as a multiple of the forward pass's
+    batch: int = 32  # samples per training step; configurations divide it into microbatches
 
     @property
     def parameters(self) -> int:

@@ -20,15 +20,11 @@ from megatron.fill.wings.sim.values import FillKind, SimJob
 
 @dataclass(frozen=True, slots=True)
 class FoundJobs:
-    """The jobs of a store that can be simulated.
-
-    Attributes:
-        skipped: one message per job that cannot be simulated, with its name and what is missing.
-    """
+    """The jobs of a store that can be simulated."""
 
     kinds: tuple[FillKind, ...]
     jobs: tuple[SimJob, ...]
-    skipped: tuple[str, ...]
+    skipped: tuple[str, ...]  # one message per job that cannot be simulated, with its name and what is missing
 
 
 def jobs_from_file(path: str | Path, kinds: Sequence[FillKind], size_s: float) -> tuple[SimJob, ...]:

@@ -40,17 +40,12 @@ class RankSample:
 
 @dataclass(frozen=True, slots=True)
 class IterationSample:
-    """An iteration of all ranks, in the order of their stages.
-
-    Attributes:
-        period_ns: time from the previous iteration's end, when all ranks had left its last collective, to this one's.
-        p2p_ns: mean duration of a transfer between two ranks once both are ready.
-    """
+    """An iteration of all ranks, in the order of their stages."""
 
     iteration: int
-    period_ns: int
+    period_ns: int  # time from the previous iteration's end, when all ranks had left its last collective, to this one's
     filling: bool
-    p2p_ns: int
+    p2p_ns: int  # mean duration of a transfer between two ranks once both are ready
     ranks: tuple[RankSample, ...]
 
 

@@ -15,17 +15,12 @@ from megatron.fill.types import PIPELINE_KINDS, Bubble, Iteration, RankRecord, S
 
 @dataclass(frozen=True, slots=True)
 class RecordedIteration:
-    """A recorded iteration of a rank.
-
-    Attributes:
-        before: waits before each pass.
-        drains: waits after the last pass: for its last sends, then in the collectives across the stages.
-    """
+    """A recorded iteration of a rank."""
 
     iteration: Iteration
     spans: list[Span]
-    before: list[list[Bubble]]
-    drains: list[Bubble]
+    before: list[list[Bubble]]  # waits before each pass
+    drains: list[Bubble]  # waits after the last pass: for its last sends, then in the collectives across the stages
 
     def cut_ns(self, at: int) -> int:
         """Time at which the rank became idle before pass ``at``; the last pass's end if ``at`` is the pass count."""
