@@ -42,11 +42,7 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_activation_bytes(schedule: Schedule, held_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The peak of the activations in bytes, per rank, given those of one microbatch on each virtual stage.
-
-    Raises:
-        ValueError: there is not one number per virtual stage.
-    """
+    """The peak of the activations in bytes, per rank, given those of a microbatch on each of the virtual stages."""
     return tuple(map(int, peak_pass_bytes(schedule, held_bytes, held_bytes)))
 
 

@@ -36,11 +36,9 @@ class Op:
 class ScheduleError(ValueError):
     """An order of passes that is not a schedule; rank and position of the pass with the problem, if it is one's."""
 
-    def __init__(self, problem: str, rank: int | None = None, at: int | None = None) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.rank = rank
-        self.at = at
+    def __init__(self, problem: str, rank: int | None = None, at: int | None = None, shown: str = "") -> None:
+        super().__init__(("" if rank is None else f"rank {rank}: ") + problem + shown)
+        self.problem, self.rank, self.at = problem, rank, at
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if min(self.stages, self.microbatches, self.chunks) < 1:
-            raise ScheduleError(f"expected at least one stage, microbatch and chunk; the schedule is\n{self}")
+            raise ScheduleError("expected at least one stage, microbatch and chunk", shown=f"; the schedule is\n{self}")
         if not self.placement:
             object.__setattr__(self, "placement", tuple(range(self.stages)) * self.chunks)
         held: list[list[int]] = [[] for _ in range(self.stages)]
@@ -78,8 +76,7 @@ class Schedule:
         try:
             self._check()
         except ScheduleError as error:
-            where = "" if error.rank is None else f"rank {error.rank}: "
-            raise ScheduleError(f"{where}{error.problem}; the schedule is\n{self}", error.rank, error.at) from error
+            raise ScheduleError(error.problem, error.rank, error.at, f"; the schedule is\n{self}") from error
 
     @property
     def virtual_stages(self) -> int:

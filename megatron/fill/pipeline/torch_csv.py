@@ -61,14 +61,13 @@ def load_csv(path: Path) -> Schedule:
     try:
         return Schedule(path.stem, len(rows), microbatches, len(held[0]), order, tuple(placement), frozenset(together))
     except ScheduleError as error:
-        problem = str(error).split("; the schedule is\n")[0].removeprefix(f"rank {error.rank}: ")
         if error.rank is None:
-            raise ConfigError(f"{path}: {problem}") from error
+            raise ConfigError(f"{path}: {error.problem}") from error
         where = f"{path}, line {error.rank + 1}"
         if error.at is not None:
             where += f", cell {cells[error.rank][error.at]}"
         meaning = " (F1.2 is microbatch 1 on the rank's third stage)" if len(held[0]) > 1 else ""
-        raise ConfigError(f"{where}: {problem}{meaning}") from error
+        raise ConfigError(f"{where}: {error.problem}{meaning}") from error
 
 
 def dump_csv(path: Path, schedule: Schedule) -> None:

@@ -17,36 +17,19 @@ class Transaction(Protocol):
     def now_s(self) -> float:
         """The current time, by the clock that leases use."""
 
-    def lock_names(self) -> None:
-        """Prevent other transactions from submitting and from counting jobs until this one ends; comes before any
-        other lock."""
-
-    def add(self, jobs: Sequence[NewJob]) -> list[Job]:
-        """Add jobs as QUEUED, numbered in this order and above all earlier jobs."""
-
-    def put(self, job: Job) -> None:
-        """Write the fields of a job that can change."""
-
-    def drop(self, ids: Sequence[int], before_s: float) -> list[int]:
-        """Delete those of these jobs that are finished, and were before ``before_s``; return their numbers."""
-
-    def job(self, job_id: int) -> Job | None:
-        """The job with that number; None if there is none."""
-
-    def unfinished(self, names: Collection[str]) -> dict[str, Job]:
-        """The unfinished jobs with these names, by name."""
-
-    def latest(self, name: str) -> Job | None:
-        """The latest job with that name; None if there is none."""
-
-    def first_queued(self, ids: Sequence[int]) -> Job | None:
-        """The first job of ``ids`` that is QUEUED and not locked by another transaction; None if there is none."""
-
-    def expired(self) -> list[Job]:
-        """The RUNNING jobs whose lease has expired, except those locked by another transaction."""
-
-    def names(self, limit: int) -> list[str]:
-        """The names of the latest ``limit`` jobs."""
+    # Prevents other transactions from submitting and from counting jobs until this one ends; before any other lock.
+    def lock_names(self) -> None: ...
+    def add(self, jobs: Sequence[NewJob]) -> list[Job]: ...  # as QUEUED, numbered in this order and above all others
+    def put(self, job: Job) -> None: ...  # writes the fields of a job that can change
+    def drop(
+        self, ids: Sequence[int], before_s: float
+    ) -> list[int]: ...  # deletes those finished before; their numbers
+    def job(self, job_id: int) -> Job | None: ...
+    def unfinished(self, names: Collection[str]) -> dict[str, Job]: ...  # the unfinished jobs with these names, by name
+    def latest(self, name: str) -> Job | None: ...  # the latest job with that name
+    def first_queued(self, ids: Sequence[int]) -> Job | None: ...  # the first that no other transaction has locked
+    def expired(self) -> list[Job]: ...  # the RUNNING jobs whose lease has expired, except those locked by another
+    def names(self, limit: int) -> list[str]: ...  # the names of the latest jobs
 
     # As in ``JobStore``, where ``list`` gives jobs, and devices and profiles are reported, forgotten and kept.
     def states(self, names: Collection[str]) -> dict[str, JobState]: ...
