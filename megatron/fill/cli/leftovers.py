@@ -55,10 +55,6 @@ class Leftovers:
         older_s: time in s since which nothing of what goes may have changed.
         given: a store as the user names it, for one whose password the records do not have; None for none.
 
-    Attributes:
-        rows: the jobs that go, by the name of their store.
-        failures: folders that are no runs, and what could not be removed, and why.
-
     Raises:
         FillError: none of the folders is that of a run.
     """
@@ -67,9 +63,9 @@ class Leftovers:
         self._older_s = older_s
         self._given = {} if given is None else {_name(given): given}
         self._opened: dict[str, JobStore] = {}
-        self.rows: dict[str, list[Job]] = {}
+        self.rows: dict[str, list[Job]] = {}  # the jobs that go, by the name of their store
         self.runs: list[Left] = []
-        self.failures: list[str] = []
+        self.failures: list[str] = []  # folders that are no runs, and what could not be removed, and why
         for run in dict.fromkeys(run.resolve() for run in runs):
             try:
                 self.runs.append(Left(run, _served(run)))

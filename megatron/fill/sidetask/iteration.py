@@ -15,10 +15,6 @@ from megatron.fill.sidetask.data import Samples
 class NodeIteration:
     """The nodes of an optimizer step: forward and backward passes, one microbatch at a time, then the optimizer, one
     group of parameters at a time.
-
-    Attributes:
-        batch: samples of the batch.
-        loss: sum of the microbatches' losses so far, each weighted by its share of the batch.
     """
 
     batch_size: int
@@ -46,7 +42,8 @@ class NodeIteration:
 
     def begin(self, batch: list[Any], learning: bool = True) -> None:
         """Start with this batch at the first node; without learning, only forward and loss nodes run."""
-        self.batch, self.loss, self._learning = batch, 0.0, learning
+        self.batch, self._learning = batch, learning
+        self.loss = 0.0  # sum of the microbatches' losses so far, each weighted by its share of the batch
 
     def group(self, node: int) -> int | None:
         """The group of parameters that a node updates; None for a node of a forward or backward pass."""
@@ -85,12 +82,7 @@ class NodeIteration:
 
 @dataclass(eq=False)
 class Course:
-    """The progress of a training job in its data.
-
-    Attributes:
-        epoch, iteration: number of epochs and of iterations done.
-        total_work: total number of samples; None if unknown.
-    """
+    """The progress of a training job in its data: the epochs and iterations done."""
 
     samples: Samples
     seed: int  # seed of the order of the samples
@@ -102,7 +94,7 @@ class Course:
     def __post_init__(self) -> None:
         self.epoch = self._position = self.iteration = 0  # _position: samples done in this epoch
         self._stream: Iterator[Any] | None = None
-        self.total_work = self._total_work()
+        self.total_work = self._total_work()  # number of samples; None if unknown
 
     @property
     def finished(self) -> bool:

@@ -18,18 +18,14 @@ class TaskMachine:
 
     An exception of a callback is passed on unchanged; ``callback`` then names the callback that raised it.  A process
     that a callback has forked ends where it leaves the callback: it must not go on as a second worker.
-
-    Attributes:
-        callback: name of the callback that was called last.
-        enter: called before and after ``init``, in which the task begins to use its device.
     """
 
     def __init__(self, task: SideTask, context: TaskContext) -> None:
         self.task = task
         self.task.context = context
         self.state = TaskState.SUBMITTED
-        self.callback = ""
-        self.enter: Callable[[], None] = lambda: None
+        self.callback = ""  # name of the callback that was called last
+        self.enter: Callable[[], None] = lambda: None  # called before and after ``init``, the first use of the device
         self._pid = os.getpid()
 
     def create(self, args: dict[str, Any]) -> None:

@@ -20,16 +20,13 @@ class Slices:
     current storage, so they are only valid while it stays on its device.
 
     ``pieces`` is the number of pieces for all parameters together; a larger share of their size is cut.
-
-    Attributes:
-        parameters: ``(name, parameter or view)`` in order; a view is named ``word_embeddings.weight[0:2000]``.
     """
 
     def __init__(self, named: list[tuple[str, Any]], pieces: int) -> None:
         import torch
 
         most = max(1, sum(p.numel() for _, p in named) // pieces)
-        self.parameters: list[tuple[str, Any]] = []
+        self.parameters: list[tuple[str, Any]] = []  # in order; a view's name is ``word_embeddings.weight[0:2000]``
         self._views: list[tuple[Any, Any, int, int]] = []  # view, parameter, first and last row
         for name, parameter in named:
             count = min(-(-parameter.numel() // most), parameter.shape[0] if parameter.ndim else 1)

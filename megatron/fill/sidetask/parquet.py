@@ -17,16 +17,13 @@ class ParquetFile:
 
     A part always holds the same rows, so writing it a second time changes nothing.  ``assemble`` appends the parts, one
     per call, to a temporary file, which is then renamed.
-
-    Attributes:
-        rows: rows that are not in a part yet, as lists by column.
     """
 
     def __init__(self, path: Path, part_rows: int) -> None:
         self._arrow, self._parquet = need("pyarrow"), need("pyarrow.parquet")
         self.path, self._part_rows = path, part_rows
         self._parts = path.with_name(path.name + ".parts")
-        self.rows: dict[str, list[Any]] = {}
+        self.rows: dict[str, list[Any]] = {}  # rows that are not in a part yet, by column
         self._part = 0  # number of the next part to write
         self._assembled = 0
         self._writer: Any = None
