@@ -71,7 +71,7 @@ def write_page(
         title=escape(str(run_dir)),
         command=escape(report.command),
         figures="".join(_figures(report, series.slowdown if series else None)),
-        sections="\n".join(_sections(there, report, attempts)),
+        tables="\n".join((*_jobs(report.jobs), *_cost(report), *_events(report, attempts))),
         charts=json.dumps(there, separators=(",", ":")).replace("</", "<\\/"),
         library=library(),
     )
@@ -109,50 +109,6 @@ def _figures(report: Report, probed: Estimate | None) -> list[str]:
         (str(summary.brakes), "stops by the brake"),
     ]
     return [f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in shown]
-
-
-def _sections(
-    there: dict[str, charts.Chart], report: Report, attempts: Iterable[tuple[int, JobRecord]]
-) -> Iterable[str]:
-    titles = {
-        "timeline": (
-            "Timeline",
-            "The last iterations in which jobs ran, by rank; the steps of jobs lie over the bubbles. Turn the wheel to "
-            "zoom, drag to move, double-click to see all.",
-        ),
-        "account": (
-            "Where the time went",
-            "Of the whole run, from the start of each rank's process; docs/profiler.md says what each name is.",
-        ),
-        "waits": (
-            "Whom the ranks waited for",
-            "In their pipeline, in the latest iterations; docs/profiler.md says how it is worked out.",
-        ),
-        "parts": (
-            "An iteration by stage",
-            "Mean of the iterations whose passes are recorded; the rest is the optimizer and all else.",
-        ),
-        "uses": ("Fillable bubble time by stage", "Each nanosecond is in one entry; docs/report.md says what each is."),
-        "harvest": (
-            "Harvest over time",
-            "Over all ranks. Of a long job only the last 2,000 bubbles are recorded one by one; what it did before is "
-            "spread evenly.",
-        ),
-        "times": ("Iteration time", "Means of stretches of iterations, with filling and without."),
-        "predictions": (
-            "Predicted against measured bubbles",
-            "Below the line a bubble ended before its prediction, above it later; darker cells hold more bubbles.",
-        ),
-    }
-    yield '<div class="two">'
-    for name, (title, text) in titles.items():
-        if name in there:
-            wide = ' style="grid-column: 1 / -1"' if name in ("timeline", "account") else ""
-            yield f'<div{wide}><h2>{title}</h2><p>{text}</p><div class="chart" id="{name}"></div></div>'
-    yield "</div>"
-    yield from _jobs(report.jobs)
-    yield from _cost(report)
-    yield from _events(report, attempts)
 
 
 def _jobs(jobs: Sequence[JobReport]) -> Iterable[str]:

@@ -66,6 +66,7 @@ def charts(page: Path) -> dict:
 def test_it_has_every_chart_and_no_address(page):
     assert set(charts(page)) == {"timeline", "account", "parts", "uses", "harvest", "times", "predictions"}
     text = page.read_text(encoding="utf-8")
+    assert set(charts(page)) < set(re.findall(r'class="chart" id="(\w+)"', text))  # the script removes the others
     outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"https?://|src=|@import", outside)
     assert "stops filling until iteration 69" in text
