@@ -95,27 +95,17 @@ class LiveRank:
     samples: Samples = field(default_factory=Samples)  # its sampled iterations
 
     @property
-    def settling_ns(self) -> int:
-        """The part of ``fillable_ns`` before jobs had settled."""
-        return sum(its for iteration, (its, _) in self.first_filled.items() if iteration <= self.settled_after)
-
-    @property
-    def settling_seq(self) -> int:
-        """The number of the last bubble before jobs had settled; -1 for none."""
-        its = (seq for iteration, (_, seq) in self.first_filled.items() if iteration <= self.settled_after)
-        return max(its, default=-1)
-
-    @property
-    def settles(self) -> bool:
-        """True while it is not known which of the first bubbles were before jobs had settled."""
-        return self.settling_seq < 0 and len(self.first_filled) < _LONGEST_SETTLING
+    def settling(self) -> tuple[int, int]:
+        """The part of ``fillable_ns`` before jobs had settled, and the number of the last bubble then; -1 for none."""
+        its = [its for iteration, its in self.first_filled.items() if iteration <= self.settled_after]
+        return sum(ns for ns, _ in its), max((seq for _, seq in its), default=-1)
 
     @property
     def harvest(self) -> tuple[int, int]:
         """The harvested and the fillable time in ns, since jobs had settled; of all time if ``early_ns`` is None."""
         if self.early_ns is None:
             return self.harvested_ns, self.fillable_ns
-        return self.harvested_ns - self.early_ns, self.fillable_ns - self.settling_ns
+        return self.harvested_ns - self.early_ns, self.fillable_ns - self.settling[0]
 
 
 class _Tail:
@@ -139,17 +129,16 @@ class _Tail:
         return other, map(from_json, texts)
 
 
-class _RankTail:
+class _RankTail(_Tail):
     """Follows the record of one rank; a record that was shortened, or deleted, is read again."""
 
     def __init__(self, path: Path, sample: int) -> None:
-        self._path = path
-        self._tail = _Tail(path, "spans")
+        super().__init__(path, "spans")
         self._sample = sample
         self.rank: LiveRank | None = None
 
     def look(self) -> None:
-        other, lines = self._tail.lines()
+        other, lines = self.lines()
         if other:
             first = next(lines, None)
             if first is None:
@@ -237,11 +226,12 @@ class LiveSegment:
                 rank.running = [one for one in running if not attempts[_key(one[0])].ended]
             for job, worker in rank.running:
                 _add_attempt(rank, attempts[_key(job)], job, worker)
-            for one in attempts.values():
-                one.add_early(rank.settling_seq)
-                if one.ended and not rank.settles and not one.after_ns(rank.seq):
+            its, (_, settling_seq) = attempts.values(), rank.settling
+            settled = settling_seq >= 0 or len(rank.first_filled) >= _LONGEST_SETTLING
+            for one in its:
+                one.add_early(settling_seq)
+                if one.ended and settled and not one.after_ns(rank.seq):
                     one.uses = []
-            its = attempts.values()
             early = [one.early_ns for one in its if one.early_ns is not None]
             rank.early_ns = sum(early) if len(early) == len(its) else None
             rank.harvested_ns = sum(one.harvested_ns - one.after_ns(rank.seq) for one in its)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,11 +90,9 @@ def _segments(run_dir: Path, ended: Segment | None) -> list[Segment]:
     """Return the run's segments in order, with ``ended`` in place of what the folder holds of it."""
     if ended is None:
         return read_segments(run_dir)
-    try:
-        before = [segment for segment in read_segments(run_dir) if segment.number != ended.number]
-    except NoRecords:  # its folder is gone
-        before = []
-    return [*before, ended]
+    with suppress(NoRecords):  # its folder may be gone
+        return [*(one for one in read_segments(run_dir) if one.number != ended.number), ended]
+    return [ended]
 
 
 def _parts(files: Mapping[int, RankFiles], jobs: list[tuple[int, JobRecord]]) -> Iterator[Part]:

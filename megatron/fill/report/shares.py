@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.fill.account import COMPUTE, UNNAMED
 from megatron.fill.report.schema import AccountReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 # Blues compute, yellows are bubbles, purples are collectives; the order is that of the bars.
 COLOURS = {
@@ -121,17 +122,12 @@ def draw_shares(figure: Figure, accounts: Sequence[AccountReport], left_in: floa
     wall_s = sum(one.wall_s for one in accounts[:-1]) / rows
     title = f"Where the time of the whole run went: {wall_s:,.0f} s a rank, {accounts[-1].named_share:.1%} named"
     figure.text(left, (top_in + 0.12) / height, title, fontsize=9, weight="bold", va="center")
-    figure.legend(
-        handles=[Patch(facecolor=colour(name), label=f"{name} {whole[name]:.1%}") for name in names],
-        loc="upper left",
-        bbox_to_anchor=(left, (top_in - _ROW_IN * rows - _GAP_IN) / height),
-        bbox_transform=figure.transFigure,
-        ncols=_COLUMNS,
-        frameon=False,
-        fontsize=8,
-        borderaxespad=0,
-        borderpad=0,
-        columnspacing=1.6,
-        handlelength=1.4,
-        labelspacing=0.35,
-    )
+    handles = [Patch(facecolor=colour(name), label=f"{name} {whole[name]:.1%}") for name in names]
+    place = (left, (top_in - _ROW_IN * rows - _GAP_IN) / height)
+    add_legend(figure, handles, place, ncols=_COLUMNS, fontsize=8, labelspacing=0.35)
+
+
+def add_legend(figure: Figure, handles: Sequence[Patch], place: tuple[float, float], **style: Any) -> None:
+    """Add a legend without a frame, whose upper left corner is at this place of the figure."""
+    style |= {"frameon": False, "borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6, "handlelength": 1.4}
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=place, bbox_transform=figure.transFigure, **style)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.fill.linux.files import replacing
 from megatron.fill.report.schema import AccountReport, Summary
-from megatron.fill.report.shares import draw_shares, height_in
+from megatron.fill.report.shares import add_legend, draw_shares, height_in
 from megatron.fill.report.window import Shown, Window, near
 from megatron.fill.types import RankInfo, RankRecord, Span, WorkerRecord
 
@@ -228,19 +228,9 @@ def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]], below_in: float
     handles += [Patch(facecolor=colour, label=label) for label, colour in jobs]
     if handles[-1].get_label() != "bubble":
         handles.append(Patch(facecolor=_INK, alpha=_OVERRUN_ALPHA, label="pale: a step outside of bubbles"))
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(_LEFT_IN / _WIDTH_IN, (_LEGEND_IN + below_in) / figure.get_figheight()),
-        bbox_transform=figure.transFigure,
-        ncols=len(handles) if len(handles) <= 6 else (len(handles) + 1) // 2,
-        frameon=False,
-        fontsize=9,
-        borderaxespad=0,
-        borderpad=0,
-        columnspacing=1.6,
-        handlelength=1.4,
-    )
+    place = (_LEFT_IN / _WIDTH_IN, (_LEGEND_IN + below_in) / figure.get_figheight())
+    columns = len(handles) if len(handles) <= 6 else (len(handles) + 1) // 2
+    add_legend(figure, handles, place, ncols=columns, fontsize=9)
 
 
 def _title(window: Window, summary: Summary | None, what: str) -> str:
