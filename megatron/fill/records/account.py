@@ -83,11 +83,8 @@ def _read(path: Path) -> AccountRecord:
 class AccountWriter:
     """Writes the account of this process, in a thread of its own; a slow or full disk delays nobody.
 
-    The thread that makes it is the one whose account it is.
-
-    Args:
-        waited: returns True once a wait for another stage has been seen.
-        traced: ``AccountRecord.traced``, which the training's own thread appends to.
+    The thread that makes it is the one whose account it is.  ``waited`` returns True once a wait for another stage has
+    been seen; the training's thread appends to ``traced``.
     """
 
     def __init__(

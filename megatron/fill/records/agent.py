@@ -19,11 +19,9 @@ RUNNING, BEHIND = ".running.jsonl", ".behind"  # suffixes of file names
 
 
 class AgentFile:
-    """An agent's record; not thread-safe.  ``add`` and ``show`` raise OSError if it cannot be written.
+    """An agent's record in a segment's folder, after ``before`` earlier ones of this rank; not thread-safe.
 
-    Args:
-        folder: the segment's folder.
-        before: number of earlier agents of this rank in the segment; each has its own record.
+    ``add`` and ``show`` raise OSError if it cannot be written.
     """
 
     def __init__(self, folder: Path, rank: int, before: int = 0) -> None:
@@ -81,10 +79,7 @@ def _text(attempts: Attempts) -> bytes:
 
 
 def read_agent(path: Path, steps: bool = True) -> Attempts:
-    """Read a file of ``write_agent`` or ``AgentFile``, in the order of its lines.
-
-    Args:
-        steps: False to skip the steps, which are half of the file and needed by pictures only.
+    """Read an agent's record, in the order of its lines; ``steps`` are half of the file and needed by pictures only.
 
     Raises:
         NothingRecorded: the file has no complete line.

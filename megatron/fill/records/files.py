@@ -66,8 +66,7 @@ def note(folder: Path, name: str, rank: int) -> bool:
 def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]:
     """Yield the head of a record, without kind and version, and its lines, without a last one that was cut off.
 
-    Args:
-        but: name of a field; lines that begin with it are skipped.
+    Lines that begin with the field ``but`` are skipped.
 
     Raises:
         NothingRecorded: the file has no complete line.

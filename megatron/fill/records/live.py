@@ -185,11 +185,9 @@ def _add(rank: LiveRank, content: dict[str, Any]) -> None:
 
 
 class LiveSegment:
-    """The sums of a segment's ranks, by rank.
+    """The sums of a segment's ranks, by rank: of those on ``nodes``, or of all.
 
-    Args:
-        nodes: nodes whose ranks are read; None for all.
-        sample: one iteration of so many is sampled; 0 for none.
+    One iteration of ``sample`` is sampled; none if that is 0.
     """
 
     def __init__(self, segment: Segment, nodes: Iterable[int] | None = None, sample: int = 0) -> None:

@@ -97,11 +97,9 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 class RankWriter:
-    """Appends to a rank's record in a background thread.
+    """Appends to a rank's record in a background thread, and shortens it above ``most_bytes``.
 
-    Args:
-        spans: number of the latest additions whose spans are kept when the record is shortened.
-        most_bytes: length of the file above which the record is shortened.
+    A shortened record keeps the spans of the latest ``spans`` additions.
     """
 
     def __init__(self, path: Path, info: RankInfo, spans: int = 3, most_bytes: int = MOST_BYTES) -> None:
@@ -218,8 +216,7 @@ class RankWriter:
 def read_rank(*paths: Path, spans: bool = True) -> RankRecord:
     """Read the record of a rank as far as it is written: of one file, or of several that continue each other.
 
-    Args:
-        spans: False to skip the spans, which are half of the file and needed by pictures only.
+    The ``spans`` are half of a file and needed by pictures only.
 
     Raises:
         NothingRecorded: no file has a complete line.

@@ -32,14 +32,10 @@ class Sample:
 
 
 class Samples:
-    """The latest sampled iterations of a rank; also such of which only bubbles are known so far.
-
-    Args:
-        every: one iteration of so many is sampled; 0 for none.
-    """
+    """The latest sampled iterations of a rank, one of ``every``; also such of which only bubbles are known so far."""
 
     def __init__(self, every: int = 0) -> None:
-        self.every = every
+        self.every = every  # 0 for none
         self._samples: dict[int, Sample] = {}
 
     def of(self, iteration: int) -> Sample | None:

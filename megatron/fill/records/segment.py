@@ -177,12 +177,7 @@ def note_failure(folder: Path, rank: int) -> bool:
 
 
 def read_segments(run_dir: Path) -> list[Segment]:
-    """Return the segments of a run, in order.
-
-    Raises:
-        NoRecords: the run folder has no segment.
-        FillError: a segment cannot be read.
-    """
+    """Return the segments of a run, in order; NoRecords if it has none, FillError if one cannot be read."""
     records = run_dir / RECORDS
     found = [_segment(records / str(number), number) for number in sorted(_numbers(records))]
     segments = [segment for segment in found if segment is not None]

@@ -29,7 +29,7 @@ from megatron.fill.types import JobRecord, Prices, RankRecord
 
 __all__ = ["Ask", "Report", "compose", "print_report", "profile"]
 
-type Page = Callable[[Report, Sequence[RankFiles], Sequence[tuple[int, JobRecord]], Shown], None]
+type Page = Callable[[Report, Sequence[RankFiles], Sequence[JobRecord], Shown], None]
 
 REPORT, TRACE, TIMELINE = "report.json", "trace.json", "timeline.png"  # in a run folder
 
@@ -46,7 +46,8 @@ def compose(
 ) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
-    The run may still be going on, have ended or have been cut off.
+    The run may still be going on, have ended or have been cut off.  FillError if no rank left a record, a record cannot
+    be read, or not all of these files could be written.
 
     Args:
         ask: looks up, in the job store, the jobs whose end is not in the records.
@@ -55,9 +56,6 @@ def compose(
         unwritten: records of ``ended`` that are in no file, by rank.
         page: writes the report as an HTML page, too (``page.write_page``); None for none.
         show: shows the report to the user, also where it cannot be written.
-
-    Raises:
-        FillError: if no rank left a record, a record cannot be read, or not all of these files could be written.
     """
     segments = _segments(run_dir, ended)
     left = {ended.number: unwritten or {}} if ended else {}
@@ -78,7 +76,7 @@ def compose(
         write_trace(run_dir / TRACE, shown, report.account)
         draw_timeline(run_dir / TIMELINE, shown, report.summary, report.account)
         if page is not None:
-            page(report, [its for ranks in files.values() for its in ranks.values()], jobs, shown)
+            page(report, [its for ranks in files.values() for its in ranks.values()], [job for _, job in jobs], shown)
     except OSError as error:
         raise FillError(f"{run_dir}: the report cannot be written there: {error.strerror or error}") from error
     finally:
@@ -130,14 +128,8 @@ def _shown(builder: ReportBuilder, segments: Sequence[Segment], files: Mapping[i
 def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[int, Unwritten]) -> None:
     """Print the bubble cycle of each rank of a segment, and the account of its time; write the cycles to ``path``.
 
-    Of few ranks it is also printed whom they waited for.
-
-    Args:
-        unwritten: records of the segment that are in no file, by rank.
-
-    Raises:
-        FillError: if no rank left a record, or a record cannot be read.
-        OSError: the file cannot be written.
+    Of few ranks it is also printed whom they waited for.  ``unwritten`` are records that are in no file, by rank.
+    FillError if no rank left a record, or one cannot be read; OSError if the file cannot be written.
     """
     files = segment.files(unwritten)
     few = len(files) <= MANY

@@ -117,10 +117,9 @@ class ReportBuilder:
         unwritten: Mapping[int, Mapping[int, Unwritten]] = {},
         between: Mapping[int, Sequence[JobRecord]] = {},
     ) -> Report:
-        """Return the report of all ranks added so far.
+        """Return the report of all ranks added so far, which are of these segments.
 
         Args:
-            segments: all segments of the run, in order.
             prices: used instead of the prices that the run was started with.
             unwritten: added records that are in no file, by segment and rank.
             between: records of the jobs after a segment, without a training, by segment.

@@ -23,9 +23,7 @@ _UNKNOWN = Status(JobState.QUEUED, Cause.UNKNOWN)
 def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRecord]], ask: Ask) -> list[JobReport]:
     """Return a report for every job that an agent took or that a jobs file of the run names.
 
-    Args:
-        attempts: the segment's number and the job's record, for each attempt of all agents.
-        ask: looks up the jobs whose end is not in the records.
+    ``attempts`` are the segment's number and the job's record for each; ``ask`` looks up jobs whose end is not in them.
     """
     going = {segment.number for segment in segments if segment.ending is SegmentEnding.RUNNING}
     merged: dict[tuple[str, str], tuple[JobRecord, list[AttemptReport]]] = {}

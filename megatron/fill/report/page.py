@@ -40,18 +40,12 @@ def write_page(
     run_dir: Path,
     report: Report,
     files_of_ranks: Iterable[RankFiles],
-    attempts: Iterable[tuple[int, JobRecord]],
+    attempts: Iterable[JobRecord],
     shown: Shown,
 ) -> None:
-    """Write the page.
+    """Write the page, from the files of each rank in each segment and the records of all attempts at jobs too.
 
-    Args:
-        files_of_ranks: the records of each rank of each segment.
-        attempts: the segment's number and the record of each attempt at a job.
-
-    Raises:
-        FillError: the scripts for charts are not installed.
-        OSError: the file cannot be written.
+    FillError if the scripts for charts are not installed; OSError if the file cannot be written.
     """
     series = _series(report, files_of_ranks)
     bins = series.bins() if series else []
@@ -142,12 +136,12 @@ def _cost(report: Report) -> Iterable[str]:
     yield f"<p>Saving: {cost.saving:.1%} of the training's cost (95% interval {low:.1%} to {high:.1%}).</p>"
 
 
-def _events(report: Report, attempts: Iterable[tuple[int, JobRecord]]) -> Iterable[str]:
+def _events(report: Report, attempts: Iterable[JobRecord]) -> Iterable[str]:
     timed = [(one.started_s, f"the training starts (segment {one.number})") for one in report.segments]
     timed += [(one.ended_s, f"it ends: {one.ending}") for one in report.segments if one.ended_s is not None]
     timed += [
         (job.ended_s, f"{one_line(job.name)}, attempt {job.attempt}, rank {job.rank}: {job.state}, {job.reason}")
-        for _, job in attempts
+        for job in attempts
         if job.status.cause not in _QUIET and job.state is not JobState.RUNNING
     ]
     rows = [(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)), what) for when, what in sorted(timed)]

@@ -91,8 +91,7 @@ def height_in(accounts: Sequence[AccountReport]) -> float:
 def draw_shares(figure: Figure, accounts: Sequence[AccountReport], left_in: float, right_in: float) -> None:
     """Draw a bar per rank at the figure's bottom, between these inches left and right of it.
 
-    Args:
-        accounts: those of the ranks to draw, then that of all ranks, whose shares are in the legend.
+    The last account is that of all ranks; its shares are in the legend.
     """
     from matplotlib.patches import Patch
 

@@ -57,9 +57,7 @@ def draw_timeline(
 ) -> None:
     """Draw a PNG with two lanes per rank: the training with its bubbles, and the jobs' steps; below, the whole run.
 
-    Args:
-        summary: figures for the title.
-        accounts: accounts of the ranks' time, then that of all ranks; those of the drawn ranks are drawn.
+    The title has figures of the summary.  The last account is that of all ranks, of which the shown ones are drawn.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -75,8 +75,7 @@ class _Words:
 
     Attributes:
         any: True if a worker has a use of it.
-        harvested: ns harvested by all workers; by each of them at most the bubble's ``duration``.
-        held: ns held by all workers; by each of them at most the bubble's ``duration``.
+        harvested, held: ns harvested and held by all workers; by each of them at most the bubble's ``duration``.
         latency: ns until the first step of the worker that left the bubble first; 0 if it ran none.
         left, lack: fields of the worker that left the bubble last.
         missed: True if a worker was running and has no use of it.

@@ -20,8 +20,7 @@ _GIB = 2**30
 def write_trace(path: Path, shown: Shown, accounts: Sequence[AccountReport] = ()) -> None:
     """Write the trace of a few iterations: one process per rank, with threads main job, bubbles and side task.
 
-    Args:
-        accounts: accounts of the run; those of the ranks that are written go into ``otherData``.
+    Of the run's ``accounts``, those of the ranks that are written go into ``otherData``.
     """
     window = shown.window(shown.iterations)
     events = [event for record in shown.ranks for event in _names(record)]
