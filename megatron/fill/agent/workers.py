@@ -69,7 +69,6 @@ class WorkerPool:
             finally:
                 with self._lock:
                     self._working.discard(worker.pid)
-                    OWN.discard(worker.pid)
                     reap.end_descendants()  # those that left its process group are children of this process now
 
     def stand_by(self) -> None:
@@ -78,7 +77,7 @@ class WorkerPool:
         with self._lock:
             if self._standby is None and not context.over and context.control.state is not RunState.KILLED:
                 try:
-                    self._standby = self._new(idle=True, ahead=AHEAD)
+                    self._standby = WorkerProcess(context, idle=True, ahead=AHEAD)
                 except OSError as error:  # this may succeed for the next job
                     logger.warning("no worker stands by: %s", error)
 
@@ -87,7 +86,6 @@ class WorkerPool:
         with self._lock:
             if self._standby is not None:
                 self._standby.end()
-                OWN.discard(self._standby.pid)
                 self._standby = None
 
     def _start(self, job: Job) -> WorkerProcess:
@@ -102,14 +100,9 @@ class WorkerPool:
                     worker, self._standby = self._standby, None
                 else:
                     self.stand_down()
-            worker = worker or self._new(idle=task)
+            worker = worker or WorkerProcess(self._context, idle=task)
             self._working.add(worker.pid)
             return worker
-
-    def _new(self, *, idle: bool, ahead: Sequence[str] = ()) -> WorkerProcess:
-        worker = WorkerProcess(self._context, idle=idle, ahead=ahead)
-        OWN.add(worker.pid)
-        return worker
 
 
 class WorkerProcess:
@@ -148,6 +141,7 @@ class WorkerProcess:
             self._channel.close()
             raise
         self.pid = self.process.pid
+        OWN.add(self.pid)
 
     @property
     def alive(self) -> bool:
@@ -175,10 +169,10 @@ class WorkerProcess:
         self._channel.close()
         self.process.kill()
         assert self.process.stdout is not None
-        if self.process.stdout.closed:
-            self.process.wait()
-            return ""
-        return self.process.communicate()[0].decode(errors="replace").strip()
+        said = b"" if self.process.stdout.closed else self.process.stdout.read()
+        self.process.wait()
+        OWN.discard(self.pid)
+        return said.decode(errors="replace").strip()
 
 
 def write_spec(

@@ -153,11 +153,13 @@ class FakeProcess:
         self.made.append(self)
         self.name = f"{os.getpid()}-{len(self.made)}"
         self.pid = len(self.made)
+        OWN.add(self.pid)
         self.idle, self.ahead = idle, ahead
         self.alive, self.ended = True, False
 
     def end(self) -> str:
         self.ended = True
+        OWN.discard(self.pid)
         return ""
 
 
