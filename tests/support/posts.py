@@ -19,7 +19,7 @@ from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.watch import Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device.cpu import CpuDevice
-from megatron.fill.device.port import WorkerDevice
+from megatron.fill.device.port import Limits, WorkerDevice
 from megatron.fill.linux.tree import OWN, children
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
@@ -104,10 +104,8 @@ class Post:
             "network": True,
             "allow": [],
             "margin_bytes": 0,
-            "processes": 256,
-            "files": 1024,
+            "limits": Limits(),
             "mps_pipe": None,
-            "sm_percentage": 100,
         }
         return AgentSpec(**values | spec)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron.fill.agent.claims import Claims
@@ -59,7 +59,7 @@ class AgentContext:
         memory_bytes = self.memory.cap(job.work.memory_bytes, self.board.read())
         if isinstance(memory_bytes, NoRoom):
             return memory_bytes
-        return Limits(memory_bytes, self.spec.processes, self.spec.files, self.spec.sm_percentage)
+        return replace(self.spec.limits, memory_bytes=memory_bytes)
 
     @property
     def worker_fds(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.agent.admission import JobUser
+from megatron.fill.device.port import Limits
 from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
 from megatron.fill.types import Quota
@@ -42,10 +43,8 @@ class AgentSpec(Spec):
     network: bool  # jobs share the machine's network
     allow: list[str]  # patterns of the jobs that may run (``admission.refusal``); empty for all
     margin_bytes: int  # device memory that the jobs leave free beyond the training's peak
-    processes: int
-    files: int
+    limits: Limits  # of each job; what it may have of the device's memory is found when it is taken
     mps_pipe: str | None  # pipe directory of the MPS daemon that the rank uses; None without MPS
-    sm_percentage: int
     metrics: dict[str, Any] | None = None  # the setting ``metrics``; None for none
     quota: Quota | None = None  # most that the jobs of each user may take; None for all
     dcgm_job_mapping: str | None = None  # folder in which dcgm-exporter looks for the jobs of each GPU; None for none

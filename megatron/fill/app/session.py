@@ -21,6 +21,7 @@ from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon, Sharing
 from megatron.fill.device.margin import DRIVER_BYTES
+from megatron.fill.device.port import Limits
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux.tree import descendants
@@ -162,10 +163,8 @@ class Session:
             network=settings.network,
             allow=list(settings.allow),
             margin_bytes=self._margin_bytes,
-            processes=settings.max_processes,
-            files=settings.max_files,
+            limits=Limits(None, settings.max_processes, settings.max_files, settings.sm_percentage),
             mps_pipe=None if self.mps is None else str(self.mps.pipe),
-            sm_percentage=settings.sm_percentage,
             metrics=None if settings.metrics is None else settings.metrics.model_dump(exclude_none=True),
             quota=settings.users_quota,
             dcgm_job_mapping=settings.dcgm_job_mapping,
