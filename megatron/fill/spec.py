@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
@@ -29,23 +30,29 @@ class Spec:
         return found
 
 
-_types = functools.cache(get_type_hints)
-
-
 def typed(kind: Any, value: Any) -> Any:
     """Convert a JSON value to the type ``kind``.
 
     Raises:
         KeyError, TypeError, ValueError: a dataclass has no such field or lacks one, or an enum has no such member.
     """
+    return _reader(kind)(value)
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Return what converts a value to the type ``kind``, made once for each: a store reads thousands of jobs."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return None if value is None else typed(next(part for part in parts if part is not NoneType), value)
+        inner = _reader(next(part for part in parts if part is not NoneType))
+        return lambda value: None if value is None else inner(value)
     if origin in (list, tuple):
-        return origin(typed(parts[0], one) for one in value)
+        inner = _reader(parts[0])
+        return lambda value: origin(map(inner, value))
     if is_dataclass(kind):
-        types = _types(cast(Any, kind))
-        return cast(Any, kind)(**{name: typed(types[name], one) for name, one in value.items()})
+        make: Any = kind
+        readers = {name: _reader(one) for name, one in get_type_hints(make).items()}
+        return lambda value: make(**{name: readers[name](one) for name, one in value.items()})
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    return value
+        return kind
+    return lambda value: value
