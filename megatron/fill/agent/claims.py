@@ -68,9 +68,9 @@ class Claims:
     def __post_init__(self) -> None:
         self.every_s = min(_BEAT_S, self.lease_s / 3)
         self._store: JobStore | None = None
-        self._held: list[HeldClaim] = []
+        # By job and attempt; other threads add and remove, each with one operation on the dictionary.
+        self._held: dict[tuple[int, int], HeldClaim] = {}
         self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store does not know yet
-        self._lock = threading.Lock()  # of the two lists
         self._connecting = threading.Lock()
         self._pause_s = _FIRST_PAUSE_S
         self._again_s = 0.0
@@ -106,13 +106,11 @@ class Claims:
 
     def renew(self, held: HeldClaim) -> None:
         """Send heartbeats for this job from now on."""
-        with self._lock:
-            self._held.append(held)
+        self._held[held.claim.job.id, held.claim.attempt] = held
 
     def stop_renewing(self, claim: Claim) -> None:
         """Send no more heartbeats for this job; also where none are sent."""
-        with self._lock:
-            self._held = [held for held in self._held if held.claim is not claim]
+        self._held.pop((claim.job.id, claim.attempt), None)
 
     def finish(
         self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any], patience_s: float
@@ -130,8 +128,7 @@ class Claims:
         self.stop_renewing(claim)  # to a heartbeat after that, a job that has ended would look lost
         heard = self.ask(say, patience_s)
         if heard is None:  # reported again with the heartbeats; it counts if the lease still holds then
-            with self._lock:
-                self._unsaid.append(say)
+            self._unsaid.append(say)
         return bool(heard)
 
     def _say_rest(self, store: JobStore) -> None:
@@ -190,9 +187,7 @@ class Claims:
             with _alone("the device's heartbeat failed"):
                 store.report_device(self.device(), self.lease_s)
                 self._device_s = now_s
-        with self._lock:
-            all_held = list(self._held)
-        for held in all_held:
+        for key, held in self._held.copy().items():
             job = held.claim.job
             with _alone(f"the heartbeat of job {job.name} failed"):
                 progress = held.progress()
@@ -200,7 +195,7 @@ class Claims:
                 if not first and now_s - held.beat_s < self.every_s:
                     continue
                 standing = store.heartbeat(held.claim, progress, self.lease_s)
-                if standing is not held.standing and held in self._held:
+                if standing is not held.standing and key in self._held:
                     logger.info("job %s: %s", job.name, standing)
                 held.standing, held.beat_s, held.stepped = standing, now_s, held.stepped or first
 
