@@ -308,12 +308,13 @@ def test_what_is_measured_is_held_to_its_cap_where_its_memory_is(monkeypatch, tm
     found: list[tuple[str, int]] = []
     monkeypatch.setattr(measure.host, "cap_memory", lambda cap: found.append(("host", cap)))
     monkeypatch.setattr(measure.cuda, "cap_memory", lambda name, cap: found.append(("device", cap)))
-    monkeypatch.setattr(measure, "measure", lambda spec: None)
+    monkeypatch.setattr(measure, "measure", lambda spec: True)
     path = tmp_path / "spec.json"
     path.write_text(measure.MeasureSpec("job", Work("m:C", memory_bytes=5 * GIB), device, str(tmp_path)).to_json())
     monkeypatch.setattr(sys, "argv", ["measure", str(path)])
     monkeypatch.chdir(tmp_path)
-    measure.main()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        measure.main()
     assert found == [(capped, 5 * GIB)]
 
 
