@@ -36,7 +36,10 @@ LINKS = {
     "without a training": "operate.md#between-two-trainings",
     "outside the pipeline": "profiler.md#filled",
     "Megatron's own timers": "profiler.md#beside-megatrons-own-timers",
-    "waited for": "profiler.md#who-was-late",
+    "others waited for": "profiler.md#who-was-late",
+    "others of their group waited for": "profiler.md#who-was-late",
+    "the ranks waited for": "profiler.md#what-a-wait-was-for",
+    "another one waited for": "profiler.md#what-a-wait-was-for",
     "what it went to": "profiler.md#the-names",
 }
 NAMES: dict[Any, str] = {str: "text", type(None): "null"}
