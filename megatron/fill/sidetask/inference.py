@@ -167,14 +167,20 @@ class BatchInferenceJob(ModelJob):
     def _begin(self) -> None:
         from megatron.fill.sidetask.split import Call, PieceRunner, Randomness
 
-        size = self._configuration.batch_size
-        self._batch = list(itertools.islice(self._stream, size))
+        self._batch = self._next_batch()
         if not self._batch:
             self._ended = True
             return
-        missing = size - len(self._batch)
+        missing = self._full_batch() - len(self._batch)
         inputs, _ = self._collate(self._batch + [self._batch[-1]] * missing)
         split = self._split_for(inputs, prepared=False)
         randomness = Randomness(self.context.device, self._seed, self._done)
         self._runner = PieceRunner(split, randomness, resident=self._streamed)
         self._runner.begin(Call(inputs).leaves)
+
+    def _next_batch(self) -> list[Any]:
+        """The next samples; a subclass may have batches of its own (``examples/tasks/embed.py``)."""
+        return list(itertools.islice(self._stream, self._full_batch()))
+
+    def _full_batch(self) -> int:
+        return self._configuration.batch_size

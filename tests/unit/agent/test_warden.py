@@ -216,16 +216,16 @@ def test_one_follows_when_the_rank_is_killed(tmp_path):
 def test_one_follows_a_rank_that_dies_before_an_agent_is_replaced(tmp_path):
     def trains(out: int) -> None:
         guarded = Guarded(tmp_path, between_s=1.0)
-        for number in range(4):
+        for number in range(5):
             os.kill(guarded.agent(number)[0], signal.SIGKILL)
-        until(lambda: not alive(guarded.agent(3)[0]))
-        os.write(out, b"waits")  # 0.8 s, for the fifth
+        until(lambda: not alive(guarded.agent(4)[0]))
+        os.write(out, b"waits")  # 1.6 s, for the sixth
 
     rank = Child(trains)
     assert rank.read() == b"waits"
     rank.end()
     until((tmp_path / "keeper").exists)
-    assert len(Guarded.agents_in(tmp_path)) == 4
+    assert len(Guarded.agents_in(tmp_path)) == 5
 
 
 def test_another_rank_waits_for_the_jobs_of_one_that_is_dead_and_for_their_keeper(tmp_path):

@@ -178,7 +178,7 @@ def run_of_two_ranks(**more: object) -> None:
     job = {
         **{"name": "embed", "state": "QUEUED", "reason": "", "work_done": 1000.0, "unit": "texts", "what": "m:C"},
         **{"rank": 0, "steps": 500, "harvested_s": 5.0, "rate": 200.0, "total_work": None, "result": {}},
-        "directory": "d",
+        **{"directory": "d", "side_throughput": None, "attempts": []},
     }
     report = {"cycle": [rank | {"rank": number} for number in range(2)], "jobs": [job]}
     Path("report.json").write_text(json.dumps(report | more))

@@ -125,7 +125,10 @@ def test_presets_have_sources():
         ({"precision": "fp8"}, "precision is 'fp8'; expected one of bf16, bf16-gradients, fp16, fp32"),
         ({"schedule": "zigzag"}, "'zigzag' is not a schedule; expected one of"),
         ({"first_layers": 24}, "first_layers is 24; expected 1 to 23"),
-        ({"first_layers": 5, "last_layers": 4}, "leave layers that divide evenly among 2 of 4 stages, not 15 of 24"),
+        (
+            {"first_layers": 5, "last_layers": 4},
+            "expected layers left that divide evenly among 2 of 4 stages, not 15 of 24",
+        ),
         ({"chunks": 2, "first_layers": 5}, "first_layers is 5; expected a multiple of chunks, 2"),
         ({"chunks": 2, "first_layers": 4}, "evenly among 3 of 4 stages in 2 chunks, not 20 of 24"),
         ({"efficiency": 0}, "efficiency is 0; expected more than 0"),
