@@ -64,16 +64,11 @@ def features(model: ModelSpec, its: Parallel, stage: int) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Two hidden layers with tanh, between standardised numbers.
+    """Two hidden layers with tanh, between standardised numbers."""
 
-    Attributes:
-        mean: mean of each feature; ``scale`` its standard deviation.
-        weights: matrix of each layer, ``[in, out]``; ``biases`` ``[out]``.
-    """
-
-    mean: Array
+    mean: Array  # mean of each feature; ``scale`` its standard deviation
     scale: Array
-    weights: tuple[Array, ...]
+    weights: tuple[Array, ...]  # matrix of each layer, ``[in, out]``; ``biases`` ``[out]``
     biases: tuple[Array, ...]
 
     def __call__(self, rows: Array) -> Array:
@@ -145,19 +140,13 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A learned factor on what a GPU holds.
-
-    Attributes:
-        least: the smallest factor that was learned from; ``most`` the largest.
-        margin: addition to each factor: the most by which a held-out peak exceeded what was predicted.
-        samples: number of samples learned from.
-    """
+    """A learned factor on what a GPU holds."""
 
     network: Network
-    least: float
+    least: float  # the smallest factor that was learned from; ``most`` the largest
     most: float
-    margin: float
-    samples: int
+    margin: float  # addition to each factor: the most by which a held-out peak exceeded what was predicted
+    samples: int  # number of samples learned from
 
     def factor(self, model: ModelSpec, its: Parallel, stage: int) -> float:
         """Factor for a stage's GPUs, without the margin."""

@@ -86,22 +86,15 @@ _VOCABULARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training as Megatron's flags describe it.
-
-    Attributes:
-        fixed: fields of ``Parallel`` that the flags already decide.
-        others: all flags but those of the layout, as they were.
-        divisor: multiple that the vocabulary is padded to, per tensor-parallel rank.
-        ignored: flags that change time or memory in ways that are not weighed.
-    """
+    """A training as Megatron's flags describe it."""
 
     model: ModelSpec
     global_batch: int
     precision: Precision
-    fixed: Mapping[str, Any]
-    others: tuple[str, ...]
-    divisor: int = _DIVISOR
-    ignored: tuple[str, ...] = ()
+    fixed: Mapping[str, Any]  # fields of ``Parallel`` that the flags already decide
+    others: tuple[str, ...]  # all flags but those of the layout, as they were
+    divisor: int = _DIVISOR  # multiple that the vocabulary is padded to, per tensor-parallel rank
+    ignored: tuple[str, ...] = ()  # flags that change time or memory in ways that are not weighed
 
     def padded(self, tp: int) -> int:
         """The vocabulary as Megatron pads it."""

@@ -28,19 +28,12 @@ class StageRoutes:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The nodes of a group of ranks with different experts.
+    """The nodes of a group of ranks with different experts."""
 
-    Attributes:
-        nodes: number of nodes that a group is on, the most of all groups.
-        ranks: number of its ranks on one of them, the most.
-        between: route from each rank of a group to a rank of the same place on the group's next node.
-        within: route between the group's ranks of a node, in a ring.
-    """
-
-    nodes: int
-    ranks: int
-    between: Route
-    within: Route
+    nodes: int  # number of nodes that a group is on, the most of all groups
+    ranks: int  # number of its ranks on one of them, the most
+    between: Route  # route from each rank of a group to a rank of the same place on the group's next node
+    within: Route  # route between the group's ranks of a node, in a ring
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """An all-reduce.
+    """An all-reduce."""
 
-    Attributes:
-        ranks: ranks of its group.
-        seconds: duration each time, on the slowest rank.
-    """
-
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ranks of its group
     size_bytes: int
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # duration each time, on the slowest rank
 
     @property
     def bus_bytes_per_s(self) -> float:

@@ -37,21 +37,14 @@ _MEMORY = "memory"
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A configuration that fits, timed.
-
-    Attributes:
-        order: the physical rank of each logical one.
-        memory: memory of a GPU of each stage.
-        room_bytes: bytes that a training may take of a GPU.
-        margins: the figure that is shown of the memory, and its interval, relative to it.
-    """
+    """A configuration that fits, timed."""
 
     parallel: Parallel
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # the physical rank of each logical one
     timeline: Timeline
-    memory: tuple[StageMemory, ...]
-    room_bytes: int
-    margins: Margins
+    memory: tuple[StageMemory, ...]  # memory of a GPU of each stage
+    room_bytes: int  # bytes that a training may take of a GPU
+    margins: Margins  # the figure that is shown of the memory, and its interval, relative to it
 
     @property
     def iteration_s(self) -> float:
@@ -85,19 +78,12 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        rows: the best layouts first, as ``in_rows`` has them.
-        configurations: number of configurations bounded, those that do not fit included.
-        timed: number of them that were timed.
-        excluded: number of them left out, by the constraint.
-    """
-
-    rows: tuple[tuple[Proposal, ...], ...]
-    configurations: int
-    timed: int
-    excluded: Counter[str]
+    rows: tuple[tuple[Proposal, ...], ...]  # the best layouts first, as ``in_rows`` has them
+    configurations: int  # number of configurations bounded, those that do not fit included
+    timed: int  # number of them that were timed
+    excluded: Counter[str]  # number of them left out, by the constraint
 
     @property
     def proposals(self) -> list[Proposal]:

@@ -29,14 +29,10 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Valued:
-    """A proposal and what fills it.
-
-    Attributes:
-        gpus_worth: number of GPUs of their own that the fill jobs would need for the same work.
-    """
+    """A proposal and what fills it."""
 
     proposal: Proposal
-    gpus_worth: float
+    gpus_worth: float  # number of GPUs of their own that the fill jobs would need for the same work
 
     @property
     def net_gpu_s(self) -> float:

@@ -16,19 +16,12 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """The exchanges that are under way while something else is computed.
+    """The exchanges that are under way while something else is computed."""
 
-    Attributes:
-        tensor: those between tensor-parallel ranks, in pieces, with the products beside them.
-        gradients: the reduction of a bucket of gradients, with the backward pass of layers before it.
-        weights: the gathering of a bucket of weights, with the forward pass of layers before it.
-        experts: the exchange of one microbatch's tokens, with another's computation.
-    """
-
-    tensor: bool = False
-    gradients: bool = False
-    weights: bool = False
-    experts: bool = False
+    tensor: bool = False  # those between tensor-parallel ranks, in pieces, with the products beside them
+    gradients: bool = False  # the reduction of a bucket of gradients, with the backward pass of layers before it
+    weights: bool = False  # the gathering of a bucket of weights, with the forward pass of layers before it
+    experts: bool = False  # the exchange of one microbatch's tokens, with another's computation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

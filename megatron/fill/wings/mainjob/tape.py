@@ -20,16 +20,11 @@ from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operation of a layer.
-
-    Attributes:
-        kept_bytes: bytes that it adds to the tape.
-        working_bytes: bytes in its backward pass in addition to the tape up to here: gradients and temporaries.
-    """
+    """An operation of a layer."""
 
     name: str
-    kept_bytes: float
-    working_bytes: float
+    kept_bytes: float  # bytes that it adds to the tape
+    working_bytes: float  # bytes in its backward pass in addition to the tape up to here: gradients and temporaries
 
 
 @dataclass(frozen=True, slots=True)
