@@ -244,7 +244,7 @@ class JobRecord:
     ready_ns: int = 0  # time at which it called ``create``, or first waited for a bubble for its command; 0 for never
     ended_ns: int = 0  # time at which its worker had ended
     peak_bytes: int = 0  # peak of the device memory observed; 0 if it was not observed in time
-    offences: int = 0  # number of times that something of it ran on after its bubble for longer than the grace period
+    violations: int = 0  # number of times that something of it ran on after its bubble for longer than the grace period
     side_throughput: float | None = None  # work per second on a cheaper device (``Prices.side``), if the user states it
 
     @property

@@ -67,7 +67,7 @@ def test_a_pause_that_takes_too_long_is_named(tmp_path):
     status, [trial] = tried(tmp_path, "slow.py:SlowPause", "seconds=0.4", "--grace-ms", "100")
     assert (status, trial["ended"]) == (1, "failed")
     assert trial["reason"] == ("pause() ran on after its bubble by more than 0.1 s (grace_ms) 3 times (max_overruns)")
-    assert trial["use"]["offences"] == 3
+    assert trial["use"]["violations"] == 3
 
 
 def test_sharing_by_mps_is_refused_where_there_is_no_gpu(tmp_path):

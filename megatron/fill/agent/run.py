@@ -291,7 +291,7 @@ class JobRun:
         self._profile_kept = bool(self.context.claims.ask(keep))
 
     def _record(
-        self, worker: JobWorker, steps: WorkerRecord, status: Status, outcome: Outcome, offences: int = 0
+        self, worker: JobWorker, steps: WorkerRecord, status: Status, outcome: Outcome, violations: int = 0
     ) -> Record:
         """Return the record; the job's counts are those of ``steps``, since the log itself has changed since then."""
         job, log, now_ns = self.job, worker.log, time.monotonic_ns()
@@ -313,7 +313,7 @@ class JobRun:
             ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
             ended_ns=worker.ended_ns,
             peak_bytes=worker.limiter.peak_bytes,
-            offences=offences,
+            violations=violations,
             side_throughput=job.work.side_throughput,
         )
         return record, steps

@@ -150,7 +150,7 @@ def _use(rank: RankRecord, worker: WorkerRecord, record: JobRecord) -> Use | Non
         first_step_us=latencies[len(latencies) // 2] / 1e3 if latencies else None,
         overran=len(overruns),
         longest_overrun_ms=max(overruns, default=0) / 1e6,
-        offences=record.offences,
+        violations=record.violations,
     )
 
 
@@ -176,8 +176,8 @@ def _hints(trial: Trial, max_overruns: int, kinds: bool) -> Iterator[str]:
         return
     if trial.steps is not None:
         yield from _of_steps(trial.steps, trial.bubble_ms, kinds)
-    if trial.use is not None and trial.use.offences:
-        times = f"{trial.use.offences} times" if trial.use.offences > 1 else "once"
+    if trial.use is not None and trial.use.violations:
+        times = f"{trial.use.violations} times" if trial.use.violations > 1 else "once"
         beyond = f"It ran on after its bubble by more than {trial.grace_ms:g} ms (grace_ms) {times}"
         yield f"{beyond}; {max_overruns} times (max_overruns) end a job."
     if trial.memory_bytes is None and trial.peak_bytes:

@@ -63,7 +63,7 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
         yield "bubbles", f"{every}: {use.used:.0%} of their time {inside}"
         what = "it" if trial.command else "the last step"
         ran_on = f"{what} ran on after {use.overran} of them, {_ms(use.longest_overrun_ms)} at most"
-        beyond = f"{use.offences or 'none'} beyond the grace of {trial.grace_ms:g} ms"
+        beyond = f"{use.violations or 'none'} beyond the grace of {trial.grace_ms:g} ms"
         yield "overruns", f"{ran_on}; {beyond}" if use.overran else beyond
     if trial.peak_bytes:
         of = "" if trial.memory_bytes is None else f", of {size(trial.memory_bytes)}"

@@ -58,7 +58,7 @@ class Use:
     first_step_us: float | None
     overran: int  # number of bubbles after whose end the last step ran on
     longest_overrun_ms: float  # the longest such overrun
-    offences: int  # number of times that a start, a step or a pause ran on for longer than the grace period
+    violations: int  # number of times that a start, a step or a pause ran on for longer than the grace period
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def run(status: Status = CUT, **changes: Any) -> TrialTraining:
         uses.append(BubbleUse(bubble.seq, MS, STEPS * STEP_MS * MS, 0, STEPS))
     worker = WorkerRecord("count", 0, len(steps), 160.0, 8 * 40 * MS, 0, 0.0, uses, steps, ALL)
     record = JobRecord("count", "counts:Count", status, 160.0, "turns", ended_ns=10**12, peak_bytes=30 << 20)
-    fields = {name: changes.pop(name) for name in ("ended_ns", "offences") if name in changes}
+    fields = {name: changes.pop(name) for name in ("ended_ns", "violations") if name in changes}
     progress = changes.pop("progress", Progress(200.0, unit="turns", resumable=True))
     worker = replace(worker, **changes)
     info = RankInfo(0, 1, 0, 1, 0, 1, 0, 1)
@@ -82,7 +82,7 @@ def test_a_good_task():
     assert (trial.steps.count, trial.steps.p50_ms, trial.steps.p99_ms, trial.steps.longest_ms) == (160, 2, 2, 2)
     assert trial.use is not None
     assert (trial.use.bubbles, trial.use.used, trial.use.first_step_us) == (8, pytest.approx(0.8), 1000)
-    assert (trial.use.overran, trial.use.longest_overrun_ms, trial.use.offences) == (0, 0, 0)
+    assert (trial.use.overran, trial.use.longest_overrun_ms, trial.use.violations) == (0, 0, 0)
     assert (trial.peak_bytes, trial.memory_bytes, trial.work_done) == (30 << 20, 256 << 20, 200.0)
     assert (trial.hints, trial.output) == ([], [])
 
@@ -173,7 +173,7 @@ def test_a_command_has_no_callbacks():
         (run(steps=[(0, 20 * MS)] * 5), "Half a step is lost in every bubble, 20% of it here"),
         (run(steps=[(0, 2 * MS)] * 50 + [(0, 9 * MS)]), "The slowest steps take 4 times the median"),
         (run(callbacks=ALL | {"pause()": 9 * MS}), "pause() took up to 9 ms of a bubble of 50 ms"),
-        (run(offences=2), "by more than 500 ms (grace_ms) 2 times; 3 times (max_overruns) end a job"),
+        (run(violations=2), "by more than 500 ms (grace_ms) 2 times; 3 times (max_overruns) end a job"),
     ],
 )
 def test_what_would_make_it_better(last, hint):
