@@ -76,7 +76,9 @@ class Warden:
             if time.monotonic() - began_s > _HEALTHY_S:
                 self._pause_s = _FIRST_PAUSE_S
             logger.warning("its agent ended with %d; another follows in %g s", code, self._pause_s)
-            self._woken.wait(self._pause_s)
+            resumes_s = time.monotonic() + self._pause_s
+            while not self._ending and (left_s := resumes_s - time.monotonic()) > 0:
+                self._woken.wait(left_s)  # the end of an orphan cuts it short
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if self._turn is not None:
             self._leave_to_keeper(self._turn)
