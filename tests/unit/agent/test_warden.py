@@ -218,7 +218,8 @@ def test_one_follows_a_rank_that_dies_before_an_agent_is_replaced(tmp_path):
         guarded = Guarded(tmp_path, between_s=1.0)
         for number in range(5):
             os.kill(guarded.agent(number)[0], signal.SIGKILL)
-        until(lambda: not any(alive(guarded.agent(4)[which]) for which in (0, 3)))
+        agent, _, _, orphan = guarded.agent(4)
+        until(lambda: not alive(agent) and not alive(orphan))
         time.sleep(0.2)  # the end of the agent's orphan does not cut the pause short
         os.write(out, b"waits")  # 1.6 s, for the sixth
 
