@@ -31,9 +31,8 @@ _NAMES = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}
 _COMPUTED, _HOST, _TRANSFER = range(3)
 
 type Stretch = tuple[int, int]  # start and end in ns
-type _Part = tuple[
-    int, int, int, bool
-]  # a stretch, who was waited for, and True if that stage had still to do its part
+# A stretch, the stage that was waited for, and True if that stage had still to do its part.
+type _Part = tuple[int, int, int, bool]
 type Sums = dict[tuple[int, int], list[int]]  # ns by cause, by the stage that waited and the one it waited for
 
 
@@ -52,8 +51,7 @@ class _Stage:
         return range(first, end)
 
     def met_ns(self, at: int, place: int) -> int | None:
-        """Return the start of a bubble before the pass at ``at``, counted from the first or the last one; None without
-        one."""
+        """The start of the bubble at ``place`` (negative: from the end) before the pass at ``at``; None without one."""
         bubbles = self.before(at)
         return self.bubbles[bubbles[place]][0] if -len(bubbles) <= place < len(bubbles) else None
 
@@ -142,14 +140,10 @@ def _iterations(records: Sequence[RankRecord], schedule: Schedule) -> Iterator[l
         for one in record.bubbles:
             if one.kind in PIPELINE_KINDS and not one.forward_only and one.index >= 0:
                 bubbles[one.iteration].append((one.start_ns + shift, one.end_ns + shift))
-        stages.append(
-            # Forwards of an evaluation may follow.
-            {
-                number: _Stage(passes[number][: len(row)], bubbles[number])
-                for number in common
-                if seen[number][: len(row)] == names and set(seen[number][len(row) :]) <= {"forward"}
-            }
-        )
+        count = len(row)
+        # Forwards of an evaluation may follow.
+        whole = [its for its in common if seen[its][:count] == names and set(seen[its][count:]) <= {"forward"}]
+        stages.append({its: _Stage(passes[its][:count], bubbles[its]) for its in whole})
     for number in common:
         if all(number in its for its in stages):
             yield [its[number] for its in stages]
@@ -165,7 +159,6 @@ def _split(stages: list[_Stage], order: _Order, posts: bool, blocking: bool, sum
     Returns:
         False if a pass began before its input was there, so that the order of the passes was another.
     """
-
     for its, sources in zip(stages, order.sources, strict=True):
         for (start_ns, _), source in zip(its.passes, sources, strict=True):
             if source is not None and stages[source[0]].passes[source[1]][1] > start_ns + _SLACK_NS:
