@@ -13,6 +13,7 @@ their jobs do in steps.  ``paired`` is the plain one in pairs of blocks with and
 * ``long_idle_filled``: seconds of jobs' steps in bubbles over all idle seconds, both in stretches of 1 ms or more, by
   training, from the first iteration on: also what PipeFill does not fill, such as saves, and what only the beginning
   of a training has: the warm-up, the jobs' start, and frequent probes of the brake.  So it grows with ``--iterations``.
+* ``later_filled``: the same of bubbles alone, in the second half of the iterations.
 * ``drain_filled``: the same of the drain bubbles alone, of ``dp2`` and ``overlap``.
 * ``harvest_1f1b``, ``harvest_interleaved``: the harvest ratio of ``plain`` and of ``vpp``.
 * ``slowdown``, ``slowdown_interleaved``: of ``paired`` and of ``paired-vpp``.
@@ -81,12 +82,16 @@ def figures(report: dict[str, Any], run: Path) -> dict[str, Any]:
     long_s = causes(run)
     return {
         "named_share": whole["named_share"],
-        "long_idle_filled": long_s.get(FILLED, 0.0) / sum(long_s.values()),
+        "long_idle_filled": _filled(long_s),
         "long_idle_s": long_s,
         "harvest_ratio": report["summary"]["harvest_ratio"],
         "account": {one["name"]: one["time_s"] for one in whole["times"]},
         "time_use_ns": report["total"]["time_use_ns"],
     }
+
+
+def _filled(by_cause_s: dict[str, float]) -> float:
+    return by_cause_s.get(FILLED, 0.0) / sum(by_cause_s.values())
 
 
 def shares(long_s: dict[str, float]) -> list[str]:
@@ -117,12 +122,15 @@ def main() -> None:
                 continue
             found = figures(trained(folder, part, options.iterations), folder / f"{part}-run")
             print(part, *shares(found["long_idle_s"]), sep="\n  ", flush=True)
-            for name in ("named_share", "long_idle_filled"):
-                results.add(part, {part: found[name]}, name, **found)
+            run = folder / f"{part}-run"
+            found["later_s"] = causes_in(run, start=options.iterations // 2)
+            found["later_filled"] = _filled(found["later_s"])
             if part in _REPLICAS:
-                drain_s = causes_in(folder / f"{part}-run", BubbleKind.DRAIN)
-                share = drain_s.get(FILLED, 0.0) / sum(drain_s.values())
-                results.add(part, {part: share}, "drain_filled", **found, drain_s=drain_s)
+                found["drain_s"] = causes_in(run, BubbleKind.DRAIN)
+                found["drain_filled"] = _filled(found["drain_s"])
+            for name in ("named_share", "long_idle_filled", "later_filled", "drain_filled"):
+                if name in found:
+                    results.add(part, {part: found[name]}, name, **found)
             harvests = {"plain": "harvest_1f1b", "vpp": "harvest_interleaved"}
             if part in harvests:
                 results.add(part, {harvests[part]: found["harvest_ratio"]}, **found)

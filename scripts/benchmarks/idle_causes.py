@@ -45,9 +45,9 @@ def causes(run: Path) -> dict[str, float]:
     return _seconds(causes_of(*one) for one in ranks)
 
 
-def causes_in(run: Path, kind: BubbleKind) -> dict[str, float]:
-    """Return the seconds of long bubbles of one kind by cause, as ``causes``."""
-    return _seconds(bubble_causes(record, workers, kind) for record, workers in _ranks(run))
+def causes_in(run: Path, kind: BubbleKind | None = None, start: int = 0) -> dict[str, float]:
+    """Return the seconds of long bubbles by cause, as ``causes``: of one kind or all, from iteration ``start`` on."""
+    return _seconds(bubble_causes(record, workers, kind, start) for record, workers in _ranks(run))
 
 
 def _ranks(run: Path) -> Iterator[tuple[RankRecord, list[WorkerRecord]]]:
@@ -81,15 +81,14 @@ def causes_of(record: RankRecord, workers: Sequence[WorkerRecord], account: Acco
 
 
 def bubble_causes(
-    record: RankRecord, workers: Sequence[WorkerRecord], kind: BubbleKind | None = None
+    record: RankRecord, workers: Sequence[WorkerRecord], kind: BubbleKind | None = None, start: int = 0
 ) -> defaultdict[str, int]:
-    """Return the nanoseconds of one rank's long bubbles by cause: of all, or of one kind."""
+    """Return the nanoseconds of one rank's long bubbles by cause: of all or of one kind, from ``start`` on."""
     bubbles = _long(record)
     on = bubbles.filling | bubbles.settling
     first = int(bubbles.iteration[on].min()) if on.any() else 1 << 62
-    if kind is not None:
-        bubbles = _those(bubbles, _is(bubbles, kind))
-        on = bubbles.filling | bubbles.settling
+    bubbles = _those(bubbles, (bubbles.iteration >= start) & (True if kind is None else _is(bubbles, kind)))
+    on = bubbles.filling | bubbles.settling
     early = bubbles.iteration < first
     found: defaultdict[str, int] = defaultdict(int)
     found[WARMUP] = int(bubbles.duration[~on & early].sum())
