@@ -1,12 +1,13 @@
 """The state of a job and what brought it there, as values.
 
-Programs compare ``Cause``; text for people is made from the tables here where it is shown, and is never read back.
+Programs compare ``Cause``; text for people is made from the members' texts where it is shown, and is never read back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 
 class JobState(StrEnum):
@@ -23,7 +24,18 @@ class JobState(StrEnum):
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
-class Cause(StrEnum):
+class _Told(StrEnum):
+    """Members that have a text for people besides their value."""
+
+    text: str  # {} stands for a detail
+
+    def __new__(cls, value: str, text: str = "{}") -> Self:
+        its = str.__new__(cls, value)
+        its._value_, its.text = value, text
+        return its
+
+
+class Cause(_Told):
     """The cause of a job's state: how its latest attempt ended, or why it waits."""
 
     NONE = ""  # there is none, or none is known
@@ -32,46 +44,47 @@ class Cause(StrEnum):
     FAILED = "failed"  # its code raised an exception, or its command exited with an error
     STOPPED = "stopped"  # it stopped before its end
     CROWDED = "crowded"  # it stopped since it could not give memory back
-    DOES_NOT_FIT = "does-not-fit"  # no plan for it fits the bubbles; also found by the agent
+    DOES_NOT_FIT = "does-not-fit", "does not fit {device}: {}"  # no plan fits the bubbles; also found by the agent
     # The worker ended without a report.
     OUT_OF_MEMORY = "out-of-memory"  # ended by the kernel
-    SIGNAL = "signal"
-    EXITED = "exited"
+    SIGNAL = "signal", "the worker was killed by {}"
+    EXITED = "exited", "the worker exited with status {}"
     # The agent decided to end it.
-    CLAIM_LOST = "claim-lost"
-    KILLED = "killed"  # by pipefill kill
-    TRAINING_ENDED = "training-ended"
-    CANCELLED = "cancelled"
-    CANCELLED_RUNNING = "cancelled-running"
-    TIMEOUT = "timeout"
-    MOVES = "moves"
+    CLAIM_LOST = "claim-lost", "the store was out of reach for longer than its lease: another agent may have it"
+    KILLED = "killed", "ended by pipefill kill"
+    TRAINING_ENDED = "training-ended", "the main job ended first"
+    CANCELLED = "cancelled", "cancelled"
+    CANCELLED_RUNNING = "cancelled-running", "cancelled while it ran"
+    TIMEOUT = "timeout", "it ran for longer than its timeout of {} s"
+    MOVES = "moves", "it moves to a rank that is idle"
     MEMORY_NEEDED = "memory-needed"  # by the training
     LATE = "late"  # it did not stop in time
     # The agent ended it for a violation.
     LIMIT = "limit"  # of memory or processes
-    OUTPUT = "output"
-    OVERTIME = "overtime"
+    OUTPUT = "output", "printed more than {} MiB; its output has the beginning and the end"
+    OVERTIME = "overtime", "it used more than {} s of CPU time outside bubbles, though it was stopped there"
     OVERRUN = "overrun"
     HUNG = "hung"
-    GAVE_UP = "gave-up"  # it stopped without being asked to
+    GAVE_UP = "gave-up", "the worker gave up without being asked to"
     # It did not begin.
     NOT_ALLOWED = "not-allowed"
-    NO_MEMORY = "no-memory"
-    QUOTA = "quota"  # of its user
-    NOT_STARTED = "not-started"
+    NO_MEMORY = "no-memory", "too little memory: {}"
+    QUOTA = "quota", "its user {}, the quota; it waits"
+    NOT_STARTED = "not-started", "it could not be started: {}"
     # Its agent is gone, or failed.
-    AGENT_FAILED = "agent-failed"
-    AGENT_DIED = "agent-died"
-    LEASE_EXPIRED = "lease-expired"
-    EVALUATED = "evaluated"  # by pipefill evaluate, outside of a training
-    # Found by the report.
-    AGENT_GONE = "agent-gone"  # its record ends while the job ran
-    AGENT_LOST = "agent-lost"  # its lease has expired
-    AGENT_KILLED = "agent-killed"  # its lease has not expired yet
-    ELSEWHERE = "elsewhere"  # another run has the job
-    NO_RANK_FREE = "no-rank-free"
-    NOT_SUBMITTED = "not-submitted"
-    UNKNOWN = "unknown"  # neither the records nor the store have it
+    AGENT_FAILED = "agent-failed", "its agent failed: {}"
+    AGENT_DIED = "agent-died", "its agent died"
+    LEASE_EXPIRED = "lease-expired", "{} was not heard of in time"
+    # It ran outside of a training.
+    EVALUATED = "evaluated", "pipefill evaluate did {} checkpoints; it goes on in the next training"
+    # Found by the report; AGENT_KILLED until the lease has expired, AGENT_LOST from then on.
+    AGENT_GONE = "agent-gone", "its agent went without a word while it ran; pipefill list tells where it is now"
+    AGENT_LOST = "agent-lost", "its agent is gone; it goes on when a training serves its store again"
+    AGENT_KILLED = "agent-killed", "its agent was killed; it goes back to the queue when the lease ends"
+    ELSEWHERE = "elsewhere", "another run has it: {}"
+    NO_RANK_FREE = "no-rank-free", "no rank has been free for it"
+    NOT_SUBMITTED = "not-submitted", "it was not submitted; the agents' logs say why"
+    UNKNOWN = "unknown", "no agent had it; pipefill list tells where it is now"  # neither the records nor the store do
 
     @property
     def died(self) -> bool:
@@ -79,74 +92,31 @@ class Cause(StrEnum):
         return self in (Cause.OUT_OF_MEMORY, Cause.SIGNAL, Cause.EXITED)
 
 
-class Then(StrEnum):
-    """The next step of a job, for people."""
-
-    NONE = ""
-    # Reported by the worker.
-    SAVED = "saved"
-    RESTARTS = "restarts"
-    COMMAND_RESTARTS = "command-restarts"
-    MEASURED_SAVED = "measured-saved"  # it was only measured so far
-    MEASURED_RESTARTS = "measured-restarts"
-    # Decided by the agent.
-    RESUMES = "resumes"
-    BEGINS_AGAIN = "begins-again"
-    TRIED_AGAIN = "tried-again"
-    DIED_IN_A_ROW = "died-in-a-row"
-    DIED_TOO_OFTEN = "died-too-often"
-
-
-# Text for people; {} is the detail.
-CAUSES: dict[Cause, str] = dict.fromkeys(Cause, "{}") | {
-    Cause.DOES_NOT_FIT: "does not fit {device}: {}",
-    Cause.SIGNAL: "the worker was killed by {}",
-    Cause.EXITED: "the worker exited with status {}",
-    Cause.CLAIM_LOST: "the store was out of reach for longer than its lease: another agent may have it",
-    Cause.KILLED: "ended by pipefill kill",
-    Cause.TRAINING_ENDED: "the main job ended first",
-    Cause.CANCELLED: "cancelled",
-    Cause.CANCELLED_RUNNING: "cancelled while it ran",
-    Cause.TIMEOUT: "it ran for longer than its timeout of {} s",
-    Cause.MOVES: "it moves to a rank that is idle",
-    Cause.OUTPUT: "printed more than {} MiB; its output has the beginning and the end",
-    Cause.OVERTIME: "it used more than {} s of CPU time outside bubbles, though it was stopped there",
-    Cause.GAVE_UP: "the worker gave up without being asked to",
-    Cause.NO_MEMORY: "too little memory: {}",
-    Cause.QUOTA: "its user {}, the quota; it waits",
-    Cause.NOT_STARTED: "it could not be started: {}",
-    Cause.AGENT_FAILED: "its agent failed: {}",
-    Cause.AGENT_DIED: "its agent died",
-    Cause.LEASE_EXPIRED: "{} was not heard of in time",
-    Cause.EVALUATED: "pipefill evaluate did {} checkpoints; it goes on in the next training",
-    Cause.AGENT_GONE: "its agent went without a word while it ran; pipefill list tells where it is now",
-    Cause.AGENT_LOST: "its agent is gone; it goes on when a training serves its store again",
-    Cause.AGENT_KILLED: "its agent was killed; it goes back to the queue when the lease ends",
-    Cause.ELSEWHERE: "another run has it: {}",
-    Cause.NO_RANK_FREE: "no rank has been free for it",
-    Cause.NOT_SUBMITTED: "it was not submitted; the agents' logs say why",
-    Cause.UNKNOWN: "no agent had it; pipefill list tells where it is now",
-}
 _MEASURED = "; it was only measured so far, which pipefill profile JOBS.yaml --store STORE does beforehand"
 _SAVED, _RESTARTS = "; goes on from its checkpoint", "; it begins again from its start"
-FOLLOWS: dict[Then, str] = {
-    Then.NONE: "",
-    Then.SAVED: _SAVED,
-    Then.RESTARTS: _RESTARTS,
-    Then.COMMAND_RESTARTS: "; a command begins again from its start",
-    Then.MEASURED_SAVED: _MEASURED + _SAVED,
-    Then.MEASURED_RESTARTS: _MEASURED + _RESTARTS,
-    Then.RESUMES: "; it goes on from its last checkpoint",
-    Then.BEGINS_AGAIN: "; it begins again",
-    Then.TRIED_AGAIN: "; it is tried again",
-    Then.DIED_IN_A_ROW: ", {} times in a row without having saved anything",
-    Then.DIED_TOO_OFTEN: "; it died {} times here",
-}
+
+
+class Then(_Told):
+    """The next step of a job, for people."""
+
+    NONE = "", ""
+    # Reported by the worker.
+    SAVED = "saved", _SAVED
+    RESTARTS = "restarts", _RESTARTS
+    COMMAND_RESTARTS = "command-restarts", "; a command begins again from its start"
+    MEASURED_SAVED = "measured-saved", _MEASURED + _SAVED
+    MEASURED_RESTARTS = "measured-restarts", _MEASURED + _RESTARTS
+    # Decided by the agent.
+    RESUMES = "resumes", "; it goes on from its last checkpoint"
+    BEGINS_AGAIN = "begins-again", "; it begins again"
+    TRIED_AGAIN = "tried-again", "; it is tried again"
+    DIED_IN_A_ROW = "died-in-a-row", ", {} times in a row without having saved anything"
+    DIED_TOO_OFTEN = "died-too-often", "; it died {} times here"
 
 
 def why(cause: Cause, detail: str = "", device: str = "") -> str:
     """Return the cause as text; the attributes of ``Status``."""
-    return CAUSES[cause].format(detail, device=device)
+    return cause.text.format(detail, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +148,4 @@ class Status:
         """The cause and what follows, as text; empty if there is nothing to say."""
         retry = f"; retry {self.retry} of {self.retries}" if self.retry else ""
         unheard = " (the store did not hear of it)" if self.unheard else ""
-        return self.why + FOLLOWS[self.then].format(self.deaths) + retry + unheard
+        return self.why + self.then.text.format(self.deaths) + retry + unheard
