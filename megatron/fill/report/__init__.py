@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron.fill import wings
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
 from megatron.fill.records.segment import NoRecords, RankFiles, Segment, read_segments
@@ -18,12 +19,11 @@ from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.idle import print_account, print_timers, print_waits
 from megatron.fill.report.jobs import Ask, job_reports
-from megatron.fill.report.schema import RankCycle, Report
+from megatron.fill.report.schema import Awaited, RankCycle, Report
 from megatron.fill.report.seen import seen
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
 from megatron.fill.report.trace import write_trace
-from megatron.fill.report.waits import waits
 from megatron.fill.report.window import MANY, Shown, choose_shown
 from megatron.fill.types import JobRecord, Prices, RankRecord
 
@@ -71,7 +71,7 @@ def compose(
     report = builder.report(segments, job_reports(segments, jobs, ask), prices, left, between)
     try:
         shown = _shown(builder, segments, files)
-        report = report.model_copy(update={"waits": waits(shown.ranks)})
+        report = report.model_copy(update={"waits": _waits(shown.ranks)})
         write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
         write_trace(run_dir / TRACE, shown, report.account)
         draw_timeline(run_dir / TIMELINE, shown, report.summary, report.account)
@@ -146,5 +146,10 @@ def profile(segment: Segment, path: Path, console: Console, unwritten: Mapping[i
     accounts = account([segment], left)
     print_account(accounts, console, segment.command)
     print_timers(timers(left, accounts), console)
-    print_waits(waits(records), console)
+    print_waits(_waits(records), console)
     write_cycles(path, cycles)
+
+
+def _waits(records: Sequence[RankRecord]) -> list[Awaited]:
+    """Return whom the ranks waited for, longest first, by the wing that knows the schedules."""
+    return [one for module in wings.modules("report") for one in module.waits(records)]

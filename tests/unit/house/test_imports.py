@@ -57,7 +57,7 @@ RULES: dict[str, set[str]] = {
         *("sandbox", "scheduler", "sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
-    "report": {"account", "display", "errors", "linux", "pipeline", "records", "status", "types"},
+    "report": {"account", "display", "errors", "linux", "records", "status", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
         *("agent", "config", "display", "errors", "folders", "given", "linux", "records", "sidetask", "spec", "status"),
@@ -115,6 +115,7 @@ TORCH_FREE = [
     "wings.graph.export",
     "wings.graph.files",
     "wings.graph.printed",
+    "wings.sim.report",
     "wings.sim.run",
     "wings.sim.recorded.busy",
     "wings.configure.choose",

@@ -16,13 +16,13 @@ from megatron.fill.errors import FillError
 from megatron.fill.folders import BETWEEN
 from megatron.fill.records.agent import AgentFile
 from megatron.fill.records.segment import SegmentEnding
-from megatron.fill.report import Report, compose, print_report, shares
+from megatron.fill.report import Report, compose, print_report, profile, shares
 from megatron.fill.report.schema import AccountReport, NamedTime
 from megatron.fill.report.timeline import draw_timeline, join, subtract
 from megatron.fill.report.trace import write_trace
 from megatron.fill.report.window import Shown, choose_window, near
 from megatron.fill.status import Status
-from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
+from megatron.fill.types import CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
 from tests.support.segments import write_segment
 from tests.support.synthetic import LAST, MS, START_NS, is_filling, report_of, synthetic_run
 
@@ -250,6 +250,16 @@ def test_compose(tmp_path: Path) -> None:
     assert Report.model_validate_json((tmp_path / "report.json").read_text()) == report
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_whom_the_ranks_waited_for_is_in_the_report_and_printed_without_jobs(tmp_path: Path) -> None:
+    ranks, _, _ = synthetic_run()
+    records = [replace(record, schedule=CycleKey("1f1b", 2)) for record in ranks]
+    segment = write_segment(tmp_path, records).segment
+    assert [(one.rank, one.peer, one.computed_s) for one in compose(tmp_path).waits] == [(0, 1, 0.3), (1, 0, 0.3)]
+    console = Console(file=(text := StringIO()))
+    profile(segment, tmp_path / "bubbles.json", console, {})
+    assert "Waits for other stages, latest 10 iterations: 0.60 s" in text.getvalue()
 
 
 def test_compose_without_records(tmp_path: Path) -> None:

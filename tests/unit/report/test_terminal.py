@@ -8,7 +8,7 @@ from rich.console import Console
 from megatron.fill.display import STATE_COLOURS
 from megatron.fill.report import Report, print_report
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
-from megatron.fill.report.schema import Cycles
+from megatron.fill.report.schema import Awaited, Cycles
 from megatron.fill.report.seen import seen
 from megatron.fill.report.terminal import print_cycle
 from megatron.fill.status import Status
@@ -163,3 +163,13 @@ def test_of_many_jobs_those_that_failed_come_first_and_the_rest_is_counted() -> 
     assert "40 of 100 jobs are shown (1 FAILED, 99 SUCCEEDED); report.json has them all" in text
     assert text.index("job-90 ") < text.index("job-0 ")
     assert text.count("SUCCEEDED") == 39 + 1
+
+
+def test_the_text_has_whom_the_ranks_waited_for():
+    found = [Awaited(rank=1, peer=0, iterations=50, computed_s=3.0, host_s=1.0, transfer_s=0.0)]
+    rare = Awaited(rank=0, peer=1, iterations=50, computed_s=0.01, host_s=0.0, transfer_s=0.0)
+    text = printed(report_of(*synthetic_run()).model_copy(update={"waits": [*found, rare]}))
+    assert "Waits for other stages, latest 50 iterations: 4.01 s" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["1", "0", "4.00", "75%", "25%", "0%"] in rows
+    assert not any(row[:3] == ["0", "1", "0.01"] for row in rows)

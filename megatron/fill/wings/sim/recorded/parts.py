@@ -29,8 +29,12 @@ class RecordedIteration:
         return self.before[at][0].start_ns if self.before[at] else self.spans[at].start_ns
 
 
-def parts_of(record: RankRecord, row: tuple[Op, ...]) -> dict[int, RecordedIteration]:
-    """Return a rank's iterations by number, without those that lack the span of a pass in ``row``."""
+def parts_of(record: RankRecord, row: tuple[Op, ...], *, evaluated: bool = False) -> dict[int, RecordedIteration]:
+    """Return a rank's iterations by number, without those that lack the span of a pass in ``row``.
+
+    Args:
+        evaluated: also those with forwards of an evaluation after these passes, which are left out.
+    """
     spans: defaultdict[int, list[Span]] = defaultdict(list)
     for span in record.spans:
         spans[span.iteration].append(span)
@@ -42,8 +46,9 @@ def parts_of(record: RankRecord, row: tuple[Op, ...]) -> dict[int, RecordedItera
     parts = {}
     for iteration in record.iterations:
         passes = sorted(spans[iteration.iteration], key=lambda span: span.start_ns)
-        if [span.name for span in passes] == names:
-            parts[iteration.iteration] = _part(iteration, passes, bubbles[iteration.iteration])
+        found, after = [span.name for span in passes[: len(row)]], passes[len(row) :]
+        if found == names and (not after or (evaluated and all(span.name == "forward" for span in after))):
+            parts[iteration.iteration] = _part(iteration, passes[: len(row)], bubbles[iteration.iteration])
     return parts
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
-from megatron.fill.report import print_report
-from megatron.fill.report.schema import Awaited
-from megatron.fill.report.waits import waits
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, RankInfo, RankRecord, Span
-from tests.support.synthetic import report_of, synthetic_run
+from megatron.fill.wings.sim.report import waits
+from tests.support.synthetic import synthetic_run
 
 MS = 1_000_000
 NEAR = pytest.approx
@@ -149,16 +145,3 @@ def test_all_of_the_bubbles_of_the_synthetic_run_are_accounted_for():
     bubbles = {0: 10 * 0.030, 1: 10 * 0.030}
     assert {one.rank: one.computed_s for one in found} == NEAR(bubbles)
     assert [one.host_s + one.transfer_s for one in found] == NEAR([0, 0])
-
-
-def test_the_text_has_whom_the_ranks_waited_for():
-    console = Console(file=io.StringIO(), width=100)
-    found = [Awaited(rank=1, peer=0, iterations=50, computed_s=3.0, host_s=1.0, transfer_s=0.0)]
-    rare = Awaited(rank=0, peer=1, iterations=50, computed_s=0.01, host_s=0.0, transfer_s=0.0)
-    print_report(report_of(*synthetic_run()).model_copy(update={"waits": [*found, rare]}), console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    assert "Waits for other stages, latest 50 iterations: 4.01 s" in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["1", "0", "4.00", "75%", "25%", "0%"] in rows
-    assert not any(row[:3] == ["0", "1", "0.01"] for row in rows)

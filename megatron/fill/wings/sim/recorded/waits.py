@@ -12,22 +12,22 @@ with passes, as with several chunks per stage.  A send of gloo also waits until 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
-from megatron.fill.pipeline.schedule import Pass, Schedule
+from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.report.schema import Awaited
 from megatron.fill.report.window import clock_shifts
-from megatron.fill.types import PIPELINE_KINDS, CycleKey, RankRecord
+from megatron.fill.types import Bubble, CycleKey, RankRecord, Span
+from megatron.fill.wings.sim.recorded.parts import RecordedIteration, parts_of
 
 _MOST_ITERATIONS = 50  # the latest ones that are looked at
 _MEGATRONS = ("1f1b", "gpipe", "interleaved")  # schedules whose order of passes is known
 _SLACK_NS = 1_000_000  # by which clocks of two nodes may differ after their shift
-_NAMES = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}
 _COMPUTED, _HOST, _TRANSFER = range(3)
 
 type Stretch = tuple[int, int]  # start and end in ns
@@ -36,24 +36,22 @@ type _Part = tuple[int, int, int, bool]
 type Sums = dict[tuple[int, int], list[int]]  # ns by cause, by the stage that waited and the one it waited for
 
 
-@dataclass(slots=True)
 class _Stage:
     """An iteration of one stage, on the clock of the first one; stretches in order."""
 
-    passes: list[Stretch]
-    bubbles: list[Stretch]
-    parts: dict[int, list[_Part]] = field(default_factory=dict)  # of each bubble, by its position
+    def __init__(self, recorded: RecordedIteration, shift_ns: int) -> None:
+        def shifted(them: Iterable[Span | Bubble]) -> list[Stretch]:
+            return [(one.start_ns + shift_ns, one.end_ns + shift_ns) for one in them]
 
-    def before(self, at: int) -> range:
-        """Return the positions of the bubbles after the pass before the one at ``at``, and before that one."""
-        first = bisect_left(self.bubbles, (self.passes[at - 1][1], 0)) if at else 0
-        end = len(self.bubbles) if at == len(self.passes) else bisect_left(self.bubbles, (self.passes[at][0], 0))
-        return range(first, end)
+        self.passes = shifted(recorded.spans)
+        self.waits = [shifted(its) for its in (*recorded.before, recorded.drains)]
+        self.bubbles = [one for its in self.waits for one in its]
+        self.parts: list[_Part] = []  # of its bubbles
 
     def met_ns(self, at: int, place: int) -> int | None:
-        """The start of the bubble at ``place`` (negative: from the end) before the pass at ``at``; None without one."""
-        bubbles = self.before(at)
-        return self.bubbles[bubbles[place]][0] if -len(bubbles) <= place < len(bubbles) else None
+        """The start of the wait at ``place`` (negative: from the end) before the pass at ``at``; None without one."""
+        its = self.waits[at]
+        return its[place][0] if -len(its) <= place < len(its) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +128,10 @@ def _iterations(records: Sequence[RankRecord], schedule: Schedule) -> Iterator[l
     if not common:
         return
     shift_ns = clock_shifts(records, by_number, common)
-    stages = []
-    for record, row in zip(records, schedule.order, strict=True):
-        shift, names = shift_ns[record.info.rank], [_NAMES[op.kind] for op in row]
-        passes, bubbles, seen = defaultdict(list), defaultdict(list), defaultdict(list)
-        for span in record.spans:
-            seen[span.iteration].append(span.name)
-            passes[span.iteration].append((span.start_ns + shift, span.end_ns + shift))
-        for one in record.bubbles:
-            if one.kind in PIPELINE_KINDS and not one.forward_only and one.index >= 0:
-                bubbles[one.iteration].append((one.start_ns + shift, one.end_ns + shift))
-        count = len(row)
-        # Forwards of an evaluation may follow.
-        whole = [its for its in common if seen[its][:count] == names and set(seen[its][count:]) <= {"forward"}]
-        stages.append({its: _Stage(passes[its][:count], bubbles[its]) for its in whole})
+    stages = [parts_of(record, row, evaluated=True) for record, row in zip(records, schedule.order, strict=True)]
     for number in common:
         if all(number in its for its in stages):
-            yield [its[number] for its in stages]
+            yield [_Stage(its[number], shift_ns[record.info.rank]) for record, its in zip(records, stages, strict=True)]
 
 
 def _split(stages: list[_Stage], order: _Order, posts: bool, blocking: bool, sums: Sums) -> bool:
@@ -164,9 +149,8 @@ def _split(stages: list[_Stage], order: _Order, posts: bool, blocking: bool, sum
             if source is not None and stages[source[0]].passes[source[1]][1] > start_ns + _SLACK_NS:
                 return False
     for stage, its in enumerate(stages):
-        for at in range(len(its.passes) + 1):
-            bubbles = its.before(at)
-            for place, position in enumerate(bubbles):
+        for at, bubbles in enumerate(its.waits):
+            for place, bubble in enumerate(bubbles):
                 met = at == len(its.passes) and place == len(bubbles) - 1  # the last collective of the iteration
                 receives = blocking and not place and not met
                 due = _due(stages, order, stage, at, posts=posts, receives=receives)
@@ -175,13 +159,12 @@ def _split(stages: list[_Stage], order: _Order, posts: bool, blocking: bool, sum
                 sink = order.sinks[stage][at - 1] if at else None
                 if not due and sink is not None:
                     due = [(0, sink[0])]
-                its.parts[position] = _parts(its.bubbles[position], due)
+                its.parts += _parts(bubble, due)
     for stage, its in enumerate(stages):
-        for parts in its.parts.values():
-            for part in parts:
-                for cause, whom, ns in _causes(stages, part, len(stages)):
-                    # What the other stage waits for of this one is on its way, since this one waits.
-                    sums[stage, part[2] if whom == stage else whom][_TRANSFER if whom == stage else cause] += ns
+        for part in its.parts:
+            for cause, whom, ns in _causes(stages, part, len(stages)):
+                # What the other stage waits for of this one is on its way, since this one waits.
+                sums[stage, part[2] if whom == stage else whom][_TRANSFER if whom == stage else cause] += ns
     return True
 
 
@@ -235,21 +218,20 @@ def _causes(stages: Sequence[_Stage], part: _Part, depth: int) -> Iterator[tuple
         yield _TRANSFER, other, end_ns - start_ns
         return
     theirs = stages[other]
-    computed_ns = sum(_overlaps(theirs.passes, start_ns, end_ns))
+    computed_ns, waited_ns = (_overlap_ns(them, start_ns, end_ns) for them in (theirs.passes, theirs.bubbles))
     yield _COMPUTED, other, computed_ns
-    yield _HOST, other, max(0, end_ns - start_ns - computed_ns - sum(_overlaps(theirs.bubbles, start_ns, end_ns)))
-    for at in range(max(0, bisect_right(theirs.bubbles, (start_ns, 0)) - 1), len(theirs.bubbles)):
-        if theirs.bubbles[at][0] >= end_ns:
-            break
-        for a_ns, b_ns, further, still in theirs.parts.get(at, ()):
-            if max(a_ns, start_ns) < min(b_ns, end_ns):
-                yield from _causes(stages, (max(a_ns, start_ns), min(b_ns, end_ns), further, still), depth - 1)
+    yield _HOST, other, max(0, end_ns - start_ns - computed_ns - waited_ns)
+    for a_ns, b_ns, further, still in _overlapping(theirs.parts, start_ns, end_ns):
+        yield from _causes(stages, (max(a_ns, start_ns), min(b_ns, end_ns), further, still), depth - 1)
 
 
-def _overlaps(stretches: Sequence[Stretch], start_ns: int, end_ns: int) -> Iterator[int]:
-    for at in range(max(0, bisect_right(stretches, (start_ns, 0)) - 1), len(stretches)):
-        a_ns, b_ns = stretches[at]
-        if a_ns >= end_ns:
+def _overlap_ns(them: Sequence[Stretch], start_ns: int, end_ns: int) -> int:
+    return sum(min(b_ns, end_ns) - max(a_ns, start_ns) for a_ns, b_ns in _overlapping(them, start_ns, end_ns))
+
+
+def _overlapping[T: (Stretch, _Part)](them: Sequence[T], start_ns: int, end_ns: int) -> Iterator[T]:
+    for at in range(max(0, bisect_right(them, start_ns, key=lambda one: one[0]) - 1), len(them)):
+        if them[at][0] >= end_ns:
             return
-        if b_ns > start_ns:
-            yield min(b_ns, end_ns) - max(a_ns, start_ns)
+        if them[at][1] > start_ns:
+            yield them[at]
