@@ -42,14 +42,11 @@ from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
-from megatron.fill.pages.control import ControlPage, Figures, RunState
+from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import watch_control
 from megatron.fill.records.agent import AgentFile
-from megatron.fill.records.live import LiveSegment
-from megatron.fill.records.segment import last_segment
-from megatron.fill.records.slowdown import Estimate
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import Claim, DeviceEntry, Job
@@ -178,7 +175,6 @@ class Agent:
         self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
         self.tail = Seat(context, self.pool, judge, beside=self.resident)
         self.mover = Mover(spec.run_dir, context.ranking, self.resident.may_run)
-        self._live: LiveSegment | None = None  # None until the rank has asked for figures
 
     def _context(self, spec: AgentSpec, dead: list[int]) -> AgentContext:
         name, run_dir = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}", Path(spec.run_dir)
@@ -214,7 +210,7 @@ class Agent:
             claims=claims,
             ranking=Ranking(parse_policy(spec.policy), name, fingerprint(spec.device), board, memory, spec.quota),
             ledger=AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word),
-            attendants=tuple(one for module in wings.modules("agent") for one in module.attendants(spec)),
+            attendants=tuple(one for module in wings.modules("agent") for one in module.attendants(spec, control)),
         )
 
     def describe(self) -> DeviceEntry:
@@ -303,7 +299,7 @@ class Agent:
 
     def _show(self) -> None:
         """Periodically record the running jobs, and the reasons why others wait."""
-        shows = [self.context.ledger.write, self._show_reasons, self._show_figures, turn_over]
+        shows = [self.context.ledger.write, self._show_reasons, turn_over]
         shows += [attendant.keep for attendant in self.context.attendants]
         while not self.context.over:
             self.resident.rest(_SHOW_S)
@@ -314,18 +310,6 @@ class Agent:
         """Say why jobs wait. After ``pipefill pause`` and ``kill`` they keep what they ended with."""
         if self.context.control.state is RunState.RUNNING:
             self.context.claims.ask(self.context.ranking.explain)
-
-    def _show_figures(self) -> None:
-        """Leave the figures of the whole run for a rank that has asked for them, which is the one with the writers."""
-        control = self.context.control
-        if not control.asked:
-            return
-        if self._live is None:
-            self._live = LiveSegment(last_segment(Path(self.context.spec.run_dir)))
-        live = self._live
-        live.look()
-        slowdown = live.slowdown or Estimate(math.nan, math.nan, math.nan, 0)
-        control.show(Figures(live.bubble_share, live.harvest_ratio, *slowdown[:3], live.jobs_done))
 
 
 def main() -> None:

@@ -29,9 +29,8 @@ from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.lastword import LastWord, Left
-from megatron.fill.records.account import AccountWriter, Traced
+from megatron.fill.records.account import MOST_SAMPLES, AccountWriter, Traced
 from megatron.fill.records.rank import rank_file
-from megatron.fill.records.sampling import MOST_SAMPLES
 from megatron.fill.records.unwritten import Unwritten
 from megatron.fill.types import RankInfo
 from megatron.fill.work import NewJob

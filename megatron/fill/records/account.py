@@ -21,6 +21,7 @@ from megatron.fill.types import RankInfo
 logger = logging.getLogger("pipefill")
 
 _WRITE_S = 10.0
+MOST_SAMPLES = 100  # sampled iterations of a rank that are kept
 BLIND = (
     "NO WAIT FOR ANOTHER STAGE WAS SEEN: this training's waits do not go through torch.distributed as PipeFill knows "
     "it, so nothing can be filled there; megatron.fill.bubble marks bubbles by hand"

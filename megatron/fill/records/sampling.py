@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MOST_SAMPLES = 100  # of a rank that are kept
+from megatron.fill.records.account import MOST_SAMPLES
 
 
 @dataclass(slots=True)

@@ -1,36 +1,35 @@
-"""The parts of an agent: the metrics server of a node, below the agent of its first rank, and the labels of a GPU."""
+"""The parts of an agent: figures for Megatron's writers, the labels of a GPU, and the metrics server of a node.
+
+The server runs below the agent of the node's first rank.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.fill.agent.context import Attendant
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.linux.tree import OWN
+from megatron.fill.pages.control import ControlPage
+from megatron.fill.wings.operate.figures import ShownFigures
 from megatron.fill.wings.operate.jobmapping import open_mapping
 from megatron.fill.wings.operate.spec import OTLP, MetricsSpec
 
 logger = logging.getLogger("pipefill.agent")
 
 
-class MetricsServer:
+class MetricsServer(Attendant):
     """Starts the server, and again when it has ended; it ends with this process."""
 
     def __init__(self, spec: MetricsSpec) -> None:
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
-
-    @contextlib.contextmanager
-    def shown(self, job: str) -> Iterator[None]:
-        """Do nothing: the server reads of jobs in the records."""
-        yield
 
     def keep(self) -> None:
         """Start the server unless it runs.
@@ -52,9 +51,9 @@ class MetricsServer:
                 settings.write(self._spec.to_json().encode())
 
 
-def attendants(spec: AgentSpec) -> list[Attendant]:
-    """Return the metrics server on one rank of each node, and the mapping of the GPU, where they are asked for."""
-    found: list[Attendant] = []
+def attendants(spec: AgentSpec, control: ControlPage) -> list[Attendant]:
+    """Return the figures; the metrics server, on one rank of each node, and the GPU's mapping if they are asked for."""
+    found: list[Attendant] = [ShownFigures(Path(spec.run_dir), control)]
     asked = bool(spec.metrics) or bool(os.environ.get(OTLP) and importlib.util.find_spec("prometheus_client"))
     if asked and spec.place == 0:
         store = spec.store if spec.rank == 0 else ""

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.fill.agent.context import Attendant
 from megatron.fill.device.nvml import Gpu
 from megatron.fill.device.port import DeviceError
 from megatron.fill.linux.files import replacing
@@ -32,7 +33,7 @@ _OURS = "pipefill-"  # how our lines begin
 _HELD = ".pipefill-{}"  # the file that the agents of a GPU hold a shared lock on
 
 
-class JobMapping:
+class JobMapping(Attendant):
     """The lines of one agent's jobs in the file of its GPU; for any thread.
 
     Lines of ours that an earlier agent left, because it was killed, are removed at once, on the node's other GPUs too.
