@@ -26,8 +26,8 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.folders import PROFILE
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.trial.result import Options, Trial
+from megatron.fill.trial.steptimes import STEP_TIMES, KindTimes
 from megatron.fill.untrusted import read_json
-from megatron.fill.worker.steptimes import STEP_TIMES, KindTimes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,7 +153,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured | None:
     """Measure a job by itself; None for a command or imperative task, ConfigError if it cannot be measured."""
     if spec.task is None:
         return None
-    from megatron.fill.worker.measure import NO_STEPS, MeasureSpec
+    from megatron.fill.trial.measure import NO_STEPS, MeasureSpec
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
         measured = MeasureSpec(spec.name, spec.to_submit(search, "").work, device, folder)
@@ -161,7 +161,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured | None:
         path.write_text(measured.to_json(), encoding="utf-8")
         print(f"measuring {spec.name} on {device}", file=sys.stderr)
         done = subprocess.run(
-            [sys.executable, "-m", "megatron.fill.worker.measure", str(path)],
+            [sys.executable, "-m", "megatron.fill.trial.measure", str(path)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

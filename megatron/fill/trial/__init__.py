@@ -1,4 +1,4 @@
-"""Trials of jobs without a training: a check before they run, and a run in the bubbles of a stand-in that only waits.
+"""Trials of jobs without a training: a check before they run, their steps alone, and a run beside a stand-in for one.
 
 Agent, worker, sandbox, gate and store are those of a real run; only the training is replaced.
 """

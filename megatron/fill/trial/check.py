@@ -15,7 +15,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.jobs import JobSpec, distinct
 from megatron.fill.linux import host
 from megatron.fill.linux.isolated import program
-from megatron.fill.sidetask.examine import Examined
+from megatron.fill.trial.examine import Examined
 from megatron.fill.trial.spec import NOTE, CheckSpec
 from megatron.fill.untrusted import parse_json, plain
 
@@ -57,7 +57,7 @@ def _run(spec: CheckSpec) -> tuple[list[str], list[str], list[str]]:
     """Run the checker; return its answers, its notes on the folders to import from, and its error output, as lines."""
     user = default_user()
     checker = subprocess.Popen(
-        program("megatron.fill.app.checker"),
+        program("megatron.fill.trial.checker"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

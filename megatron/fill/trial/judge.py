@@ -11,12 +11,12 @@ from megatron.fill.agent.watch import STOP_S
 from megatron.fill.config import FillSettings
 from megatron.fill.folders import output_file
 from megatron.fill.given.jobs import JobSpec
-from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import Cause, JobState, Then
+from megatron.fill.trial.examine import Examined
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Steps, Trial, Use
+from megatron.fill.trial.steptimes import nearest_rank
 from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
-from megatron.fill.worker.steptimes import nearest_rank
 
 _OUTPUT_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"

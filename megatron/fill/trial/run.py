@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron.fill.given.jobs import JobSpec
-from megatron.fill.sidetask.examine import Examined
 from megatron.fill.store import Job, open_store
+from megatron.fill.trial.examine import Examined
 from megatron.fill.trial.judge import judge
 from megatron.fill.trial.result import Ended, Options, Trial
 from megatron.fill.trial.spec import StandInSpec

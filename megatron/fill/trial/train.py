@@ -64,7 +64,7 @@ def _over(job: Job, before: int) -> bool:
 def _standin(spec: StandInSpec, log: Path) -> Iterator[subprocess.Popen[str]]:
     with log.open("w", encoding="utf-8") as said:
         process = subprocess.Popen(
-            program("megatron.fill.app.standin"),
+            program("megatron.fill.trial.standin"),
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from megatron.fill.worker.steptimes import nearest_rank
+from megatron.fill.trial.steptimes import nearest_rank
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

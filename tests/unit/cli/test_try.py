@@ -14,8 +14,8 @@ import pytest
 
 from megatron.fill.cli import main
 from megatron.fill.given.jobs import JobSpec
-from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial import check, run
+from megatron.fill.trial.examine import Examined
 from megatron.fill.trial.result import Ended, Options, Steps, Trial
 
 JOBS = """

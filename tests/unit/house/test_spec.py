@@ -8,10 +8,10 @@ from megatron.fill.rank.relay import RelaySpec
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.spec import RankSpec
 from megatron.fill.sandbox.config import Bind, Sandbox
+from megatron.fill.trial.measure import MeasureSpec
 from megatron.fill.trial.spec import CheckSpec
 from megatron.fill.types import BubbleKind, RankInfo
 from megatron.fill.work import Work
-from megatron.fill.worker.measure import MeasureSpec
 from megatron.fill.worker.spec import WorkerSpec
 
 CAGE = Sandbox(namespaces=("pid", "mount"), binds=(Bind("/data"), Bind("/out", True)), user=3, devices=("nvidia0",))

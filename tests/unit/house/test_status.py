@@ -19,12 +19,12 @@ from megatron.fill.agent.ranking import Misfits
 from megatron.fill.agent.watch import End, Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.cli import main
-from megatron.fill.sidetask.examine import Examined
 from megatron.fill.spec import typed
 from megatron.fill.status import Cause, JobState, Status, Then, why
 from megatron.fill.store import open_store
 from megatron.fill.store.values import Standing
 from megatron.fill.trial import check, run
+from megatron.fill.trial.examine import Examined
 from megatron.fill.work import NewJob, Work
 from megatron.fill.worker.spec import Outcome
 from tests.support.memory_store import MemoryStore

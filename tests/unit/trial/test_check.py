@@ -10,8 +10,8 @@ import pytest
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.jobs import JobSpec, distinct
-from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial import check
+from megatron.fill.trial.examine import Examined
 
 MODULES = {
     "good": """

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.given.jobs import JobSpec
-from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.values import Job, Progress
+from megatron.fill.trial.examine import Examined
 from megatron.fill.trial.judge import judge
 from megatron.fill.trial.printed import print_trial
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Trial

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fill.app.standin import wait_in_bubbles
 from megatron.fill.errors import FillError
 from megatron.fill.status import Status
 from megatron.fill.store.values import Job
 from megatron.fill.trial import train as module
 from megatron.fill.trial.spec import StandInSpec
+from megatron.fill.trial.standin import wait_in_bubbles
 from megatron.fill.trial.train import train
 from megatron.fill.types import BubbleKind, JobState
 from megatron.fill.work import NewJob, Work

@@ -1,4 +1,4 @@
-"""Measures one job alone: ``python -m megatron.fill.worker.measure SPEC``, a process with the job's memory and cap."""
+"""Measures one job alone: ``python -m megatron.fill.trial.measure SPEC``, a process with the job's memory and cap."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron.fill.sidetask.imperative import ImperativeTask
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.spec import Spec
+from megatron.fill.trial.steptimes import measure_steps, write_step_times
 from megatron.fill.work import Work
 from megatron.fill.worker.profiler import measure_nodes, write_profile
-from megatron.fill.worker.steptimes import measure_steps, write_step_times
 
 NO_STEPS = 3  # exit status of a job that has none
 

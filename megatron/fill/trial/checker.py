@@ -21,7 +21,7 @@ from megatron.fill.linux import host
 from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sandbox.process import SandboxedProcess
-from megatron.fill.sidetask.examine import Examined, examine_command, examine_task
+from megatron.fill.trial.examine import Examined, examine_command, examine_task
 from megatron.fill.trial.spec import CheckSpec
 from megatron.fill.untrusted import to_json
 
