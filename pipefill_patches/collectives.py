@@ -135,13 +135,7 @@ def install(stack: contextlib.ExitStack) -> None:
                     return wait(work, *args, **kwargs)
                 del pending[key]
                 return bus.blocked(functools.partial(wait, work, *args, **kwargs))
-            if account.thread != get_ident():
-                return wait(work, *args, **kwargs)
-            depth = account.enter(name)
-            try:
-                return bus.wait_for_group(functools.partial(wait, work, *args, **kwargs))
-            finally:
-                account.leave(depth)
+            return bus.wait_for_group(functools.partial(wait, work, *args, **kwargs), name)
 
         return run
 
@@ -157,13 +151,8 @@ def install(stack: contextlib.ExitStack) -> None:
                 if work is not None:
                     pending[ref(work, forget)] = None if across else whose
                 return work
-            if across:
-                return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
-            depth = account.enter(whose)
-            try:
-                return bus.wait_for_group(functools.partial(_finished, call, group, *args, **kwargs))
-            finally:
-                account.leave(depth)
+            finish = functools.partial(_finished, call, group, *args, **kwargs)
+            return bus.blocked(finish) if across else bus.wait_for_group(finish, whose)
 
         return run
 

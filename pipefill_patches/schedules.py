@@ -50,10 +50,11 @@ def spanned(original: Call, report: Callable[[int], None]) -> Call:
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
         depth = account.enter(bus.computing(report.__name__))
+        bus.in_pass += 1
         try:
-            with bus.in_pass:
-                result = original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
+            bus.in_pass -= 1
             account.leave(depth)
         report(start_ns)
         return result
@@ -65,8 +66,12 @@ def _combined(original: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Run a combined forward and backward (``--overlap-moe-expert-parallel-comm``); a call may have only one."""
     start_ns = time.monotonic_ns()
     backward = kwargs.get("b_virtual_microbatch_id") is not None
-    with bus.in_pass, bus.account.within(bus.computing("backward" if backward else "forward")):
-        result = original(*args, **kwargs)
+    bus.in_pass += 1
+    try:
+        with bus.account.within(bus.computing("backward" if backward else "forward")):
+            result = original(*args, **kwargs)
+    finally:
+        bus.in_pass -= 1
     if kwargs.get("f_virtual_microbatch_id") is not None:
         bus.forward(start_ns)
     if backward:

@@ -30,23 +30,18 @@ class HeldReceives(Protocol):
 
 @dataclass(slots=True)
 class Attached:
-    """Optional observers of a training.
+    """Optional observers of a training."""
 
-    Attributes:
-        on_parse: called with the parsed command line; ConfigError, for a wrong ``--fill-*`` flag, ends the training.
-        on_start: called when Megatron's process groups exist; RunTaken, raised on every rank, ends the training.
-        offload_pays: returns True to keep offloading the optimizer's state to the host, given the bytes gained, and the
-            time lost per iteration and the iteration's time in ns.
-        figures: returns the figures of the run that are known.
-        spans: called inside Megatron's span of the iteration, with its number.
-    """
-
+    # Called with the parsed command line; ConfigError, for a wrong ``--fill-*`` flag, ends the training.
     on_parse: Callable[[Namespace], None] | None = None
+    # Called when Megatron's process groups exist; RunTaken, raised on every rank, ends the training.
     on_start: Callable[[RankInfo, Namespace], None] | None = None
+    # Returns True to keep offloading the optimizer's state to the host, given the bytes gained, and the time lost per
+    # iteration and the iteration's time in ns.
     offload_pays: Callable[[int, int, int], bool] | None = None
     waits: HeldReceives | None = None
-    figures: Callable[[], Mapping[str, float]] | None = None
-    spans: Callable[[int], None] | None = None
+    figures: Callable[[], Mapping[str, float]] | None = None  # returns the figures of the run that are known
+    spans: Callable[[int], None] | None = None  # called inside Megatron's span of the iteration, with its number
 
     def started(self, info: RankInfo, args: Namespace) -> None:
         """Call ``on_start``; an error other than ``RunTaken`` is logged, and the training continues."""

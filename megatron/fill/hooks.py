@@ -87,38 +87,16 @@ class Callback:
         """Called when an iteration's last backward pass has ended."""
 
 
-class _InPass:
-    """A re-entrant context, entered while a pass runs; one pass may run inside another."""
-
-    __slots__ = ("depth",)
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_exc: object) -> None:
-        self.depth -= 1
-
-
 class BubbleBus:
-    """Follows one rank through its schedule.
-
-    Attributes:
-        callbacks: parts of the training itself, called in this order.
-        in_pass: entered by the patches while a forward or backward pass runs.
-        account: the account of the rank's time, by what it went to.
-        waited: a wait for another stage has been seen.
-    """
+    """Follows one rank through its schedule."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
-        self.callbacks: list[Callback] = []
+        self.callbacks: list[Callback] = []  # parts of the training itself, called in this order
         self.clock: Callable[[], int] = time.monotonic_ns
-        self.in_pass = _InPass()
-        self.account = Account()
-        self.waited = False
+        self.in_pass = 0  # number of passes that run, one inside another; counted by the patches
+        self.account = Account()  # of the rank's time, by what it went to
+        self.waited = False  # a wait for another stage has been seen
         self._depth = 0  # of the present wait in the account
         self._training = False
         self._watching = True  # the listener is notified of the events inside this iteration
@@ -226,11 +204,10 @@ class BubbleBus:
         begun = self._in_cycle and self._begin(kind, self._index, free_bytes)
         self._marked |= begun
         self.waited |= self._in_cycle
-        depth = self.account.enter(kind)
         try:
-            yield
+            with self.account.within(kind):
+                yield
         finally:
-            self.account.leave(depth)
             if begun:
                 self._marked = False
                 self._end()
@@ -248,11 +225,18 @@ class BubbleBus:
         """Make a call that waits for other ranks, or for storage: in a save, in a bubble."""
         return self._outside(BubbleKind.SAVE, call) if self._saving else call()
 
-    def wait_for_group[T](self, call: Callable[[], T]) -> T:
-        """Make a call that waits in a group, such as the replicas: in a save, or between passes, in a bubble."""
-        if not self._training or self.in_pass.depth:
-            return self.wait_in_save(call)
-        return self._outside(BubbleKind.GROUP, call)
+    def wait_for_group[T](self, call: Callable[[], T], name: str) -> T:
+        """Make a call that waits in a group of this name: in a save, or between passes, in a bubble."""
+        account = self.account
+        if account.thread != get_ident():
+            return call()
+        depth = account.enter(name)
+        try:
+            if not self._training or self.in_pass:
+                return self.wait_in_save(call)
+            return self._outside(BubbleKind.GROUP, call)
+        finally:
+            account.leave(depth)
 
     def wait_for_batch[T](self, call: Callable[[], T]) -> T:
         """Make a call that waits for the next batch: in an iteration or an evaluation's schedule, in a bubble."""
@@ -325,7 +309,7 @@ class BubbleBus:
     @property
     def between_passes(self) -> bool:
         """True if this thread is in a known schedule, or in its drain, and outside of passes at this moment."""
-        return self._in_cycle and not self.in_pass.depth and self._passes < _NOT_KNOWN and self._thread == get_ident()
+        return self._in_cycle and not self.in_pass and self._passes < _NOT_KNOWN and self._thread == get_ident()
 
     def _kind(self, for_backward: bool) -> BubbleKind:
         if self._forwards == 0:

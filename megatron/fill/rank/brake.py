@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron.fill.rank.evidence import Evidence, MeasuredSlowdown, Noise
 from megatron.fill.types import BrakeEvent, fills_block
@@ -30,37 +31,21 @@ _GUARD_SHARE = 1 / 400  # guard that the first strike adds, as a share of an ite
 _LEAST_GUARD_NS = 500_000
 
 
+@dataclass(eq=False, repr=False)
 class Brake:
-    """Decides for each iteration of one rank whether it is filled, and measures the slowdown by filling.
+    """Decides for each iteration of one rank whether it is filled, and measures the slowdown by filling."""
 
-    Args:
-        limit: the accepted slowdown as a fraction (0.01 is 1%).
-        guard_ns: time kept free at the end of every predicted bubble before the first strike.
-        paired_blocks: length of alternating blocks, which are then used as pairs; 0 for probes.
-        say: prints a line for the operator.
+    limit: float  # the accepted slowdown as a fraction (0.01 is 1%)
+    rank: int
+    guard_ns: int = 0  # time to keep free at the end of every predicted bubble, which grows with every strike
+    paired_blocks: int = 0  # length of alternating blocks, which are then used as pairs; 0 for probes
+    say: Callable[[str], None] = lambda text: print(text, flush=True)  # prints a line for the operator
 
-    Attributes:
-        guard_ns: time to keep free at the end of every predicted bubble now.
-        events: all occasions on which it stopped the filling.
-    """
-
-    def __init__(
-        self,
-        limit: float,
-        rank: int,
-        guard_ns: int = 0,
-        paired_blocks: int = 0,
-        say: Callable[[str], None] = lambda text: print(text, flush=True),
-    ) -> None:
-        self.limit = limit
-        self.rank = rank
-        self.guard_ns = guard_ns
-        self.paired_blocks = paired_blocks
-        self.say = say
-        self.events: list[BrakeEvent] = []
-        self._first_guard_ns = guard_ns
+    def __post_init__(self) -> None:
+        self.events: list[BrakeEvent] = []  # all occasions on which it stopped the filling
+        self._first_guard_ns = self.guard_ns
         self._guard_step_ns = 0
-        self._evidence = Evidence(limit)
+        self._evidence = Evidence(self.limit)
         self._noise = Noise()
         self._level = _UNSETTLED
         self._settled = False

@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.fill.errors import FillError
@@ -54,19 +55,16 @@ class Streams(Protocol):
         """
 
 
+@dataclass(eq=False, repr=False)
 class FreeWaits:
-    """The free waits of one rank.
+    """The free waits of one rank."""
 
-    Args:
-        own: this rank's page.
-        others: pages of the other ranks on this node; transfers to and from other nodes are not changed.
-    """
+    streams: Streams
+    own: ReadyPage  # this rank's page
+    others: Mapping[int, ReadyPage]  # pages of the other ranks on this node; transfers beyond it are not changed
+    rank: int
 
-    def __init__(self, streams: Streams, own: ReadyPage, others: Mapping[int, ReadyPage], rank: int) -> None:
-        self._streams = streams
-        self._own = own
-        self._others = others
-        self._rank = rank
+    def __post_init__(self) -> None:
         self._sent: defaultdict[int, int] = defaultdict(int)  # by receiver: number of transfers announced
         self._posted: defaultdict[int, int] = defaultdict(int)  # by sender: number of receives posted
         self._held: dict[int, int] = {}  # by sender: number of the latest receive that is held up
@@ -77,32 +75,32 @@ class FreeWaits:
 
     def announce(self, receiver: int) -> None:
         """Announce a send of the current stream's latest result to ``receiver``."""
-        page = self._others.get(receiver)
+        page = self.others.get(receiver)
         if page is not None:
             self._sent[receiver] = value = (self._sent[receiver] + 1) % _CYCLE
-            self._streams.write(page, self._rank, value)
+            self.streams.write(page, self.rank, value)
 
     def receive(self, sender: int, *, hold: bool = True) -> AbstractContextManager[None]:
         """Return the context to post a receive from ``sender`` in: held up until announced, or only counted."""
-        if sender not in self._others:
+        if sender not in self.others:
             return contextlib.nullcontext()
         self._posted[sender] = value = (self._posted[sender] + 1) % _CYCLE
         if not hold or self._releases >= MOST_RELEASES or self._gone(sender):
             return contextlib.nullcontext()
         with self._lock:
             self._held[sender] = value
-        return self._streams.held(sender, value)
+        return self.streams.held(sender, value)
 
     def look(self, now_s: float) -> None:
         """Release receives that have been held up for too long; for another thread."""
-        for sender in self._others:
+        for sender in self.others:
             with self._lock:
-                due, word = self._held.get(sender), self._own.words[sender]
+                due, word = self._held.get(sender), self.own.words[sender]
                 if due is None or _reached(word, due):
                     self._seen.pop(sender, None)
                     continue
                 if self._gone(sender):
-                    self._own.words[sender] = due
+                    self.own.words[sender] = due
                     continue
                 seen, since_s = self._seen.setdefault(sender, (word, now_s))
                 if seen != word:
@@ -113,32 +111,32 @@ class FreeWaits:
 
     def release(self) -> None:
         """Stop holding up and announcing, at the training's end or if the driver refuses; notify the others."""
-        for receiver, page in self._others.items():
+        for receiver, page in self.others.items():
             # A stream's pending write may follow and set a lower value; then the other rank's guard releases it.
-            page.words[self._rank] = (self._sent[receiver] + _FAR) % _CYCLE
-            page.gone[self._rank] = 1
+            page.words[self.rank] = (self._sent[receiver] + _FAR) % _CYCLE
+            page.gone[self.rank] = 1
         self._releases = MOST_RELEASES
         with self._lock:
             for sender, due in self._held.items():
-                if not _reached(self._own.words[sender], due):
-                    self._own.words[sender] = due
+                if not _reached(self.own.words[sender], due):
+                    self.own.words[sender] = due
 
     def _gone(self, sender: int) -> bool:
-        gone = bool(self._own.gone[sender])
+        gone = bool(self.own.gone[sender])
         if gone and sender not in self._told:
             self._told.add(sender)
             logger.warning(
-                "rank %d: rank %d announces nothing any more, so receives from it wait as NCCL does", self._rank, sender
+                "rank %d: rank %d announces nothing any more, so receives from it wait as NCCL does", self.rank, sender
             )
         return gone
 
     def _let_go(self, sender: int, due: int) -> None:
-        self._own.words[sender] = due
+        self.own.words[sender] = due
         self._releases += 1
         off = "; no receive of this rank is held up any more" if self._releases == MOST_RELEASES else ""
         logger.warning(
             "rank %d: nothing has come from rank %d for %.0f s, so its receive waits as NCCL does%s",
-            self._rank,
+            self.rank,
             sender,
             HELD_S,
             off,

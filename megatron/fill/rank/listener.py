@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
+from threading import Event
 
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import AlwaysRunning, RunSwitch
@@ -18,7 +20,6 @@ from megatron.fill.rank.brake import Brake
 from megatron.fill.rank.outside import OutsidePredictor
 from megatron.fill.rank.predictor import ENOUGH_TO_PLAN, BubblePredictor
 from megatron.fill.rank.recorder import Recorder
-from megatron.fill.rank.stillness import StillnessWatch
 from megatron.fill.types import PIPELINE_KINDS, Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
 _SHOW_EVERY = 20  # iterations between two updates of the board
@@ -27,58 +28,44 @@ _LEAST_OUTSIDE_NS = 1_000_000
 _FREED_BYTES = 64 << 20  # increase in free memory after which the board is updated at once
 
 
+@dataclass(eq=False, repr=False)
 class RankListener:
-    """A hooks.Listener that fills one rank's bubbles, once the predictor is warm.
+    """A hooks.Listener that fills one rank's bubbles, once the predictor is warm."""
 
-    Args:
-        gate: the rank's gate; None to measure only.
-        free_bytes: returns the device memory that the training leaves free now.
-        paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
-            While jobs settle (``Blocks``), every iteration is filled.
-        board: page for the bubble cycle, updated after a few iterations and then every 20; None for none.
-        brake: stops the filling while it slows the training down; None for no brake.
-        control: while it is not running, no bubble is opened or counts as fillable.
-    """
+    gate: GateWriter | None  # the rank's gate; None to measure only
+    recorder: Recorder
+    predictor: BubblePredictor
+    free_bytes: Callable[[], int]  # returns the device memory that the training leaves free now
+    _: KW_ONLY
+    # Length of the alternating blocks with and without filling, in iterations; 0 for always on.  While jobs settle
+    # (``Blocks``), every iteration is filled.
+    paired_blocks: int = 0
+    board: CycleBoard | None = None  # page for the bubble cycle, updated after a few iterations and then every 20
+    brake: Brake | None = None  # stops the filling while it slows the training down
+    # While it is not running, no bubble is opened or counts as fillable.
+    control: RunSwitch = field(default_factory=AlwaysRunning)
 
-    def __init__(
-        self,
-        gate: GateWriter | None,
-        recorder: Recorder,
-        predictor: BubblePredictor,
-        free_bytes: Callable[[], int],
-        *,
-        paired_blocks: int = 0,
-        board: CycleBoard | None = None,
-        brake: Brake | None = None,
-        control: RunSwitch | None = None,
-    ) -> None:
-        self.gate = gate
-        self.recorder = recorder
-        self.predictor = predictor
-        self.free_bytes = free_bytes
-        self._outside = OutsidePredictor(predictor.rule.min_bubble_ns)
-        self.paired_blocks = paired_blocks
-        self.guard_ns = predictor.rule.guard_ns  # replaced by the brake's if there is a brake
-        self.board = board
-        self.brake = brake
-        self.control = control or AlwaysRunning()
+    def __post_init__(self) -> None:
+        rule = self.predictor.rule
+        self._outside = OutsidePredictor(rule.min_bubble_ns)
+        self.guard_ns = rule.guard_ns  # replaced by the brake's if there is a brake
         self.filling = False  # this iteration is filled, unless paused
         self.watching = True  # this iteration's bubbles are recorded
-        if brake is not None:
-            recorder.brakes = brake.events
+        self.over = Event()  # set at the end
+        if self.brake is not None:
+            self.recorder.brakes = self.brake.events
         self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # durations of the latest iterations
         self._free_bytes: dict[int, int] = {}  # free memory in each bubble of this iteration
         self._least_bytes: dict[int, int] = {}  # least free memory in each bubble since the latest update of the board
         self._known_bytes: dict[int, int] = {}  # the same of the latest update in which each bubble was there
         self._shown_bytes = 0  # least free memory of any bubble on the board
-        self._show_at = self._first_show = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
+        self._show_at = self._first_show = min(ENOUGH_TO_PLAN, rule.warmup)
         self.iteration = 0
         self.moved_ns = 0  # time at which an iteration last ended, or a schedule last began
-        self.watch: StillnessWatch | None = None  # stopped in ``finish``
         self._iteration_start_ns = 0
         self._iterations_seen = 0
         self._evaluated = 0  # number of schedules of evaluations before the first iteration
-        self._blocks = Blocks(predictor.rule.warmup, paired_blocks, lambda: self.control.settled)
+        self._blocks = Blocks(rule.warmup, self.paired_blocks, lambda: self.control.settled)
         self._last_settling = 0  # the latest iteration after the warm-up in which jobs were not settled
         self._forward_only = False
         self._disturbed: frozenset[str] = frozenset()  # what ran since the last training cycle began
@@ -256,8 +243,7 @@ class RankListener:
 
     def finish(self) -> bool:
         """Write the rest of the record at the end of the training; False if not all could be written."""
-        if self.watch is not None:
-            self.watch.stop()
+        self.over.set()
         return self.recorder.close()
 
     def shut(self) -> None:

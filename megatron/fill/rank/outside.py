@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron.fill.rank.predictor import Forecast
 from megatron.fill.types import BubbleKind
@@ -24,30 +25,28 @@ _MOST_PLACES = 1024  # further waits of a save or an iteration are not predicted
 _MOST_BUSY = 0.25
 
 
+@dataclass(eq=False, repr=False)
 class OutsidePredictor:
-    """Predicts one rank's waits outside the pipeline.
+    """Predicts one rank's waits outside the pipeline."""
 
-    ``min_bubble_ns`` is the least expected length of a wait that is filled; ``cpu_ns`` returns the time for which the
-    rank's process has used its cores.
-    """
+    min_bubble_ns: int  # least expected length of a wait that is filled
+    cpu_ns: Callable[[], int] = time.process_time_ns  # returns the time for which the rank's process has used its cores
 
-    def __init__(self, min_bubble_ns: int, cpu_ns: Callable[[], int] = time.process_time_ns) -> None:
-        self._min_bubble_ns = min_bubble_ns
-        self._cpu_ns = cpu_ns
+    def __post_init__(self) -> None:
         self._began_cpu_ns = 0
         self._last: defaultdict[tuple[BubbleKind, bool, int], deque[int]] = defaultdict(lambda: deque(maxlen=_LAST))
         self._place = BubbleKind.SAVE, False, 0  # of the present wait
 
     def forecast(self, kind: BubbleKind, index: int, *, evaluating: bool = False) -> Forecast:
         """Return the prediction for the wait that begins now."""
-        self._began_cpu_ns = self._cpu_ns()
+        self._began_cpu_ns = self.cpu_ns()
         self._place = kind, evaluating, index
         shortest_ns = min(self._last.get(self._place, ()), default=0)
-        return Forecast(shortest_ns, fills=shortest_ns >= self._min_bubble_ns)
+        return Forecast(shortest_ns, fills=shortest_ns >= self.min_bubble_ns)
 
     def observe(self, duration_ns: int) -> bool:
         """Learn from the wait that ends now; False if the rank was busy in it."""
-        rested = self._cpu_ns() - self._began_cpu_ns <= _MOST_BUSY * duration_ns
+        rested = self.cpu_ns() - self._began_cpu_ns <= _MOST_BUSY * duration_ns
         if self._place[-1] < _MOST_PLACES:
             self._last[self._place].append(duration_ns if rested else 0)
         return rested

@@ -178,24 +178,18 @@ def among_replicas(step_ns: float, replicas: int, scale_ns: float) -> float:
 
 
 class _Cycle:
-    """The history of one cycle of bubbles.
-
-    Attributes:
-        histories: the history of each position.
-        period_ns: shortest recent time from start to start; 0 if unknown.
-        scale_ns: scale in ns of the Gumbel distribution that fits the lower part of the periods; 0 without spread.
-        gains: gains of the stretches of the present cycle's bubbles so far (``BubblePredictor._longest_steps``).
-        most: those of one of the last two cycles, in ascending order: of the one with more, since a cycle after a delay
-            has fewer bubbles that are predicted.
-    """
+    """The history of one cycle of bubbles."""
 
     __slots__ = ("_last", "_periods", "_start_ns", "gains", "histories", "most", "period_ns", "scale_ns")
 
     def __init__(self) -> None:
-        self.histories: list[_History] = []
-        self.period_ns = 0
-        self.scale_ns = 0.0
+        self.histories: list[_History] = []  # of each position
+        self.period_ns = 0  # shortest recent time from start to start; 0 if unknown
+        self.scale_ns = 0.0  # of the Gumbel distribution that fits the lower part of the periods; 0 without spread
+        # Gains of the stretches of the present cycle's bubbles so far (``BubblePredictor._longest_steps``).
         self.gains: list[int] = []
+        # Those of one of the last two cycles, in ascending order: of the one with more, since a cycle after a delay has
+        # fewer bubbles that are predicted.
         self.most: list[int] = []
         self._last: list[int] = []
         self._periods = _Window()

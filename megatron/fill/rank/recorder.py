@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.records.rank import RankWriter, add_up, as_bubbles
@@ -13,29 +14,25 @@ _MORE_SPANS = 20  # iterations kept in addition to those drawn: the last ones ma
 _LAST_S = 10.0  # longest wait for the disk at the end
 
 
+@dataclass(eq=False, repr=False)
 class Recorder:
-    """Collects plain values while training runs, and has them written every ``WRITE_EVERY`` iterations.
+    """Collects plain values while training runs, and has them written every ``WRITE_EVERY`` iterations."""
 
-    Args:
-        trace_iterations: number of last iterations whose compute spans are drawn.
-        path: the file for the rank's record; None to keep it in memory only.
-        kept_bubbles: largest number of bubbles that wait to be written; beyond it, the older half is added up.
-    """
+    info: RankInfo
+    trace_iterations: int  # number of last iterations whose compute spans are drawn
+    path: Path | None = None  # the file for the rank's record; None to keep it in memory only
+    kept_bubbles: int = 200_000  # largest number that wait to be written; beyond it, the older half is added up
 
-    def __init__(
-        self, info: RankInfo, trace_iterations: int, path: Path | None = None, kept_bubbles: int = 200_000
-    ) -> None:
-        self.info = info
+    def __post_init__(self) -> None:
         self.bubbles: list[Bubble] = []
         self.iterations: list[Iteration] = []
         self.brakes: list[BrakeEvent] = []  # all events so far; the listener sets this to its brake's list
         self.schedule: CycleKey | None = None  # schedule of the last training iteration
         self.settled_after = 0  # ``RankRecord.settled_after``
-        spans = trace_iterations + _MORE_SPANS
+        spans = self.trace_iterations + _MORE_SPANS
         self._spans: deque[list[Span]] = deque(maxlen=spans)
-        self._writer = None if path is None else RankWriter(path, info, -(-spans // WRITE_EVERY))
+        self._writer = None if self.path is None else RankWriter(self.path, self.info, -(-spans // WRITE_EVERY))
         self._brakes_written = 0
-        self._kept_bubbles = kept_bubbles
 
     def iteration_started(self) -> None:
         self._spans.append([])
@@ -52,7 +49,7 @@ class Recorder:
 
     def bubble(self, bubble: Bubble) -> None:
         self.bubbles.append(bubble)
-        if len(self.bubbles) >= self._kept_bubbles:
+        if len(self.bubbles) >= self.kept_bubbles:
             half = len(self.bubbles) // 2
             self.bubbles[:half] = as_bubbles(add_up(self.bubbles[:half]))
 

@@ -158,13 +158,15 @@ class FreeMemory:
         threading.Thread(target=run, name="memory", daemon=True).start()
 
 
+@dataclass(eq=False, repr=False)
 class Relay:
     """Passes facts to the listener, whose free memory is ``free``, at the times at which the device reaches them."""
 
-    def __init__(self, ring: RingReader, listener: RankListener, free: FreeMemory) -> None:
-        self.ring = ring
-        self.listener = listener
-        self.free = free
+    ring: RingReader
+    listener: RankListener
+    free: FreeMemory
+
+    def __post_init__(self) -> None:
         self.ended = False
         self._lost = 0
         self._skipping = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.pages.board import CycleBoard
-from megatron.fill.pages.control import RunSwitch
+from megatron.fill.pages.control import AlwaysRunning, RunSwitch
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.rank.brake import Brake
 from megatron.fill.rank.listener import RankListener
@@ -51,9 +51,8 @@ class RankSpec:
             paired_blocks=self.paired_blocks,
             board=board,
             brake=brake,
-            control=control,
+            control=control or AlwaysRunning(),
         )
         if board is not None:
-            listener.watch = StillnessWatch(listener, self.info, board.beat)
-            listener.watch.start()
+            StillnessWatch(listener, self.info, board.beat).start()
         return listener

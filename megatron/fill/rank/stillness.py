@@ -10,57 +10,41 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from megatron.fill.pages.board import LOOK_S, Pulse
-from megatron.fill.types import BubbleKind, RankInfo
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
 
 _S = 1e9
 
 
-class Moving(Protocol):
-    """The values that are checked (``RankListener``)."""
-
-    moved_ns: int
-    iteration: int
-
-    @property
-    def longest_ns(self) -> int: ...
-
-    @property
-    def waits(self) -> tuple[BubbleKind, int] | None: ...
-
-
+@dataclass(eq=False, repr=False)
 class StillnessWatch:
-    """Checks a rank periodically; ``show`` publishes the result of a check."""
+    """Checks a rank periodically, until its listener's end."""
 
-    def __init__(
-        self, rank: Moving, info: RankInfo, show: Callable[[Pulse], None], clock: Callable[[], int] = time.monotonic_ns
-    ) -> None:
-        self._rank = rank
-        self._info = info
-        self._show = show
-        self._clock = clock
-        self._began_ns = self._moved_ns = clock()
+    rank: RankListener
+    info: RankInfo
+    show: Callable[[Pulse], None]  # publishes the result of a check
+    clock: Callable[[], int] = time.monotonic_ns
+
+    def __post_init__(self) -> None:
+        self._began_ns = self._moved_ns = self.clock()
         self._longest_ns = self._still_ns = 0
         self._said = False
-        self._over = threading.Event()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="stillness", daemon=True).start()
 
-    def stop(self) -> None:
-        self._over.set()
-
     def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self.rank.over.wait(LOOK_S):
             self.look()
 
     def look(self) -> Pulse:
         """Check once: publish the result, and log a warning when the training stops moving or moves again."""
-        rank, now_ns = self._rank, self._clock()
+        rank, info, now_ns = self.rank, self.info, self.clock()
         moved_ns = rank.moved_ns or self._began_ns
         if moved_ns > self._moved_ns:  # a pause that ended counts as usual, for example a checkpoint
             self._longest_ns = max(self._longest_ns, self._still_ns)
@@ -68,9 +52,8 @@ class StillnessWatch:
         self._moved_ns, self._still_ns = moved_ns, now_ns - moved_ns
         waits = rank.waits
         kind, since_ns = waits if waits is not None else (None, 0)
-        info = self._info
         pulse = Pulse(now_ns, moved_ns, rank.iteration, self._longest_ns, kind, since_ns, info.stage, info.stages)
-        self._show(pulse)
+        self.show(pulse)
         still_s = pulse.still_s(now_ns)
         if still_s and not self._said:
             logger.warning(

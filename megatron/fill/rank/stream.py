@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron.fill.errors import FillError
 from megatron.fill.pages.ring import Fact, Ring
@@ -15,53 +16,45 @@ _ASK_EVERY = 20  # iterations between two calls of ``missing_bytes``
 _NOT_SAID = -1
 
 
+@dataclass(eq=False, repr=False)
 class StreamListener:
     """A hooks.Listener that writes facts into a ring and marks their places in the stream.
 
     The times from the bus are the host's and are not used.  Bubbles outside the pipeline are left out: the host waits
     there while the GPU may still copy, in streams without marks.
-
-    Args:
-        missing_bytes: returns the part of the training's own memory margin that cannot be reserved; called every few
-            iterations and after a disturbance, between two iterations.
-        relayed: returns True while the relay is alive; must not block, as ``on_shut``, which is called after a failure.
-        blocks: blocks equal to those of the relay's listener; None to watch every iteration.
     """
 
-    def __init__(
-        self,
-        ring: Ring,
-        signals: Signals,
-        missing_bytes: Callable[[], int] = lambda: 0,
-        relayed: Callable[[], bool] = lambda: True,
-        on_shut: Callable[[], None] = lambda: None,
-        blocks: Blocks | None = None,
-    ) -> None:
-        self._blocks = blocks
-        self._missing = missing_bytes
+    ring: Ring
+    signals: Signals
+    # Returns the part of the training's own memory margin that cannot be reserved; called every few iterations and
+    # after a disturbance, between two iterations.
+    missing_bytes: Callable[[], int] = lambda: 0
+    relayed: Callable[[], bool] = lambda: True  # returns True while the relay is alive; must not block
+    on_shut: Callable[[], None] = lambda: None  # called after a failure; must not block
+    blocks: Blocks | None = None  # equal to those of the relay's listener; None to watch every iteration
+
+    def __post_init__(self) -> None:
         self._missing_bytes = 0
         self._ask_in = _PEAKS  # iterations until the next call of ``missing_bytes``
-        self._write = ring.write
-        self._mark = signals.mark
-        self._relayed = relayed
-        self._on_shut = on_shut
+        self._write = self.ring.write
+        self._mark = self.signals.mark
         self._is_shut = False
         self._outside = False  # the open bubble is outside the pipeline
 
     def iteration_started(self, iteration: int, now_ns: int) -> None:
-        if not self._relayed():
+        if not self.relayed():
             raise FillError("the relay of this rank has died")
         if not self._ask_in:
-            self._missing_bytes, self._ask_in = self._missing(), _ASK_EVERY
+            self._missing_bytes, self._ask_in = self.missing_bytes(), _ASK_EVERY
         self._ask_in -= 1
-        if self._blocks is not None:
-            self._blocks.iteration_started()
+        if self.blocks is not None:
+            self.blocks.iteration_started()
         self._write(Fact.ITERATION_STARTED, index=not self.watching, number=iteration, free_bytes=self._missing_bytes)
         self._mark()
 
     @property
     def watching(self) -> bool:
-        return self._blocks is None or self._blocks.watched
+        return self.blocks is None or self.blocks.watched
 
     def iteration_ended(self, now_ns: int) -> None:
         self._write(Fact.ITERATION_ENDED)
@@ -101,4 +94,4 @@ class StreamListener:
 
     def shut(self) -> None:
         self._is_shut = True
-        self._on_shut()
+        self.on_shut()

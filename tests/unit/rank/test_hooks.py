@@ -93,8 +93,9 @@ def test_what_blocks_is_a_bubble_of_its_own_unless_it_is_part_of_one():
     assert not bus.between_passes
     bus.begin_schedule(CycleKey("1f1b", 2))
     assert bus.between_passes
-    with bus.in_pass:
-        assert not bus.between_passes
+    bus.in_pass += 1
+    assert not bus.between_passes
+    bus.in_pass -= 1
     assert bus.blocked(lambda: bus.blocked(lambda: 7)) == 7
     bus.open()
     assert bus.blocked(lambda: 8) == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import Thread
 
 from megatron.fill.hooks import BubbleBus
@@ -155,19 +156,20 @@ def test_the_bus_numbers_them_in_each_save_and_iteration():
 
 def test_the_bus_numbers_the_waits_for_the_own_stage_between_passes():
     bus, heard = make()
-    bus.wait_for_group(int)  # before the first iteration
+    bus.wait_for_group(int, "data group")  # before the first iteration
     for number in (1, 2):
         bus.begin_iteration(number)
-        bus.wait_for_group(int)
+        bus.wait_for_group(int, "data group")
         bus.begin_schedule(CycleKey("1f1b", 1))
-        with bus.in_pass:
-            bus.wait_for_group(int)
-        bus.wait_for_group(int)
+        bus.in_pass += 1
+        bus.wait_for_group(int, "data group")
+        bus.in_pass -= 1
+        bus.wait_for_group(int, "data group")
         bus.end_schedule()
         bus.end_iteration()
-        bus.wait_for_group(int)
+        bus.wait_for_group(int, "data group")
         with bus.saving():
-            bus.wait_for_group(int)
+            bus.wait_for_group(int, "data group")
     assert heard.bubbles == 2 * [("group", 0), ("group", 1), ("save", 0)]
 
 
@@ -176,7 +178,7 @@ def test_a_wait_for_the_own_stage_is_no_second_bubble_inside_another():
     bus.begin_iteration(1)
     bus.begin_schedule(CycleKey("1f1b", 1))
     bus.open()
-    bus.wait_for_group(int)
+    bus.wait_for_group(int, "data group")
     bus.close()
     assert heard.bubbles == [("fill", 0)]
 
@@ -195,7 +197,7 @@ def test_what_another_thread_waits_for_while_the_rank_saves_has_no_place():
 def test_what_another_thread_waits_for_in_an_iteration_has_no_place():
     bus, heard = make()
     bus.begin_iteration(1)
-    for wait in (bus.wait_for_batch, bus.wait_for_group):
+    for wait in (bus.wait_for_batch, partial(bus.wait_for_group, name="data group")):
         wait(int)
         other = Thread(target=wait, args=(int,))
         other.start()

@@ -48,7 +48,7 @@ class Watched:
     def __init__(self) -> None:
         self.rank, self.now_ns, self.shown = Rank(), 1000 * S, list[Pulse]()
         info = RankInfo(1, 4, 1, 4, 0, 1, 1, 4)
-        self.watch = StillnessWatch(self.rank, info, self.shown.append, lambda: self.now_ns)
+        self.watch = StillnessWatch(self.rank, info, self.shown.append, lambda: self.now_ns)  # type: ignore[arg-type]
 
     def after(self, seconds: float) -> Pulse:
         self.now_ns += int(seconds * S)
