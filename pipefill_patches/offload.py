@@ -13,6 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.attached import attached
@@ -26,17 +27,17 @@ _TRIAL_STEPS = 10
 _READERS = ("state_dict", "sharded_state_dict", "load_state_dict", "reload_model_params", "save_parameter_state")
 
 
+@dataclass(eq=False, repr=False)
 class OffloadedOptimizer(Callback):
     """Moves a ``MegatronOptimizer``'s state to the host and back; its ``step`` and the readers of its state are
     wrapped.
-
-    Args:
-        pays: called with the bytes gained, the ns lost per iteration and the iteration's ns; False ends offloading.
     """
 
-    def __init__(self, optimizer: Any, pays: Callable[[int, int, int], bool]) -> None:
-        self.optimizer = optimizer
-        self.pays = pays
+    optimizer: Any
+    # Called with the bytes gained, the ns lost per iteration and the iteration's ns; False ends offloading.
+    pays: Callable[[int, int, int], bool]
+
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
         self._moving: Future[None] | None = None
         self._stream: Any = None
@@ -46,7 +47,7 @@ class OffloadedOptimizer(Callback):
         self._lost_ns = 0
         self._began_ns = 0
         self._bytes = 0
-        self._step = optimizer.step
+        optimizer, self._step = self.optimizer, self.optimizer.step
         optimizer.step = self.step
         for name in _READERS:
             if hasattr(optimizer, name):

@@ -87,21 +87,15 @@ def _warn_untested(found: str) -> None:
     )
 
 
+@dataclass(eq=False, repr=False)
 class Patch:
-    """A reversible change of the imported ``megatron-core`` (or ``torch``).
+    """A reversible change of the imported ``megatron-core`` (or ``torch``)."""
 
-    Args:
-        name: its name on the command line and in errors.
-        install: makes the change, and registers its reversal on the given ``ExitStack``.
-        targets: functions that it relies on, checked before anything is changed.
-    """
+    name: str  # its name on the command line and in errors
+    install: Callable[[contextlib.ExitStack], None]  # makes the change, and registers its reversal on the stack
+    targets: tuple[Target, ...] = ()  # functions that it relies on, checked before anything is changed
 
-    def __init__(
-        self, name: str, install: Callable[[contextlib.ExitStack], None], targets: tuple[Target, ...] = ()
-    ) -> None:
-        self.name = name
-        self.targets = targets
-        self._install = install
+    def __post_init__(self) -> None:
         self._undo: contextlib.ExitStack | None = None
 
     @property
@@ -124,7 +118,7 @@ class Patch:
         self.check()
         with contextlib.ExitStack() as stack:
             try:
-                self._install(stack)
+                self.install(stack)
             except (ImportError, AttributeError) as error:
                 raise self._misfit(error) from error
             self._undo = stack.pop_all()

@@ -25,6 +25,7 @@ from megatron.fill import wings
 from megatron.fill.agent.admission import refusal
 from megatron.fill.agent.claims import Claims, not_yet_submitted, note_submitted
 from megatron.fill.agent.context import AgentContext
+from megatron.fill.agent.ending import NotStarted
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.logfile import turn_over
 from megatron.fill.agent.memory import DeviceMemory
@@ -37,7 +38,6 @@ from megatron.fill.agent.watch import Judge
 from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device import MpsDaemon, open_device
 from megatron.fill.device.meter import fingerprint
-from megatron.fill.device.port import Limits
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
@@ -144,7 +144,11 @@ class Seat:
 
     def may_run(self, job: Job) -> bool:
         """True if the job may run here and there is memory for it now."""
-        return not refusal(job.work, self.context.spec.allow) and isinstance(self.context.limits(job), Limits)
+        try:
+            self.context.limits(job)
+        except NotStarted:
+            return False
+        return not refusal(job.work, self.context.spec.allow)
 
     def _claim(self, store: JobStore, neighbour: Resident | None) -> Claim | None:
         """Claim the best job that is free; after a look without any, not before something changes."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron.fill.agent.claims import Claims
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.agent.memory import DeviceMemory, NoRoom
+from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.device.port import Limits, WorkerDevice
@@ -55,12 +55,9 @@ class AgentContext:
         """True if the training is over or the rank has died."""
         return self.gate.ended or self.orphaned.is_set()
 
-    def limits(self, job: Job) -> Limits | NoRoom:
-        """Return the limits of a worker for this job; NoRoom if there is too little memory for it now."""
-        memory_bytes = self.memory.cap(job.work.memory_bytes, self.board.read())
-        if isinstance(memory_bytes, NoRoom):
-            return memory_bytes
-        return replace(self.spec.limits, memory_bytes=memory_bytes)
+    def limits(self, job: Job) -> Limits:
+        """Return the limits of a worker for this job; NotStarted if there is too little memory for it now."""
+        return replace(self.spec.limits, memory_bytes=self.memory.cap(job.work.memory_bytes, self.board.read()))
 
     @property
     def worker_fds(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Decisions to end a worker, and what may make them."""
+"""Decisions not to start a worker, or to end it, and what may make them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from megatron.fill.status import Cause
+from megatron.fill.status import Cause, Status
+
+
+@dataclass(eq=False)
+class NotStarted(Exception):
+    """A job does not begin."""
+
+    status: Status  # the job's from then on
 
 
 class How(IntEnum):

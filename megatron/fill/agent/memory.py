@@ -12,22 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from megatron.fill.agent.ending import Ending, How
+from megatron.fill.agent.ending import Ending, How, NotStarted
 from megatron.fill.device.port import Limiter, WorkerDevice
 from megatron.fill.display import mib
 from megatron.fill.profiles import BubbleCycle
-from megatron.fill.status import Cause
+from megatron.fill.status import Cause, JobState, Status
 
 logger = logging.getLogger("pipefill.agent")
 
 _LAST = 4  # with less than the margin divided by this free, a worker is killed without being asked to shrink
-
-
-@dataclass(frozen=True, slots=True)
-class NoRoom:
-    """The result that a worker does not fit into the device's memory."""
-
-    reason: str
 
 
 @dataclass(eq=False, repr=False)
@@ -46,14 +39,17 @@ class DeviceMemory:
         """Memory that has to stay free where a worker starts, and what the worker takes beyond its allocations."""
         return self.margin_bytes + self.device.overhead_bytes
 
-    def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom:
-        """Return the memory in bytes that another worker may hold; NoRoom if it is nothing, or less than it asks for.
+    def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int:
+        """Return the memory in bytes that another worker may hold.
 
         Args:
             job_bytes: memory that the job asks for; None for as much as there is.
             cycle: the bubble cycle, with the memory that was recently free in each bubble; no more counts than is free
                 now.  Memory that a job has given back since then counts once the rank has published its cycle again,
                 since the training may have grown in the meantime.
+
+        Raises:
+            NotStarted: it is nothing, or less than the job asks for.
         """
         free_bytes = min(
             [self.device.free_bytes(), *(slot.free_bytes for slot in (cycle.slots if cycle is not None else ()))]
@@ -62,18 +58,20 @@ class DeviceMemory:
         room_bytes = free_bytes - self.kept_bytes - others_bytes
         if room_bytes <= 0:
             others = f" and {mib(others_bytes)} of other jobs" if others_bytes else ""
-            return NoRoom(
-                f"the main job leaves {mib(free_bytes)} free at its peak: no more than the margin of "
-                f"{mib(self.kept_bytes)}{others}"
-            )
-        if job_bytes is not None and room_bytes < job_bytes:
-            return NoRoom(f"it asks for {mib(job_bytes)}, and the main job leaves {mib(room_bytes)}")
-        return room_bytes if job_bytes is None else job_bytes
+            margin = f"{mib(free_bytes)} free at its peak: no more than the margin of {mib(self.kept_bytes)}"
+            reason = f"the main job leaves {margin}{others}"
+        elif job_bytes is not None and room_bytes < job_bytes:
+            reason = f"it asks for {mib(job_bytes)}, and the main job leaves {mib(room_bytes)}"
+        else:
+            return room_bytes if job_bytes is None else job_bytes
+        raise NotStarted(Status(JobState.QUEUED, Cause.NO_MEMORY, reason))
 
     def room_bytes(self, cycle: BubbleCycle) -> int:
         """Return the memory in bytes for a worker that asks for no particular amount."""
-        found = self.cap(None, cycle)
-        return 0 if isinstance(found, NoRoom) else found
+        try:
+            return self.cap(None, cycle)
+        except NotStarted:
+            return 0
 
 
 @dataclass(eq=False, repr=False)

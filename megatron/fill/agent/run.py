@@ -15,12 +15,12 @@ from megatron.fill import untrusted
 from megatron.fill.agent.admission import refusal
 from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.context import AgentContext
-from megatron.fill.agent.ending import How
+from megatron.fill.agent.ending import How, NotStarted
 from megatron.fill.agent.energy import EnergyShare
 from megatron.fill.agent.enforcer import Enforcer, Overtime
 from megatron.fill.agent.folder import BoundedOutput, folder_name, job_folder, occupied
 from megatron.fill.agent.ledger import Record
-from megatron.fill.agent.memory import MemoryShare, NoRoom
+from megatron.fill.agent.memory import MemoryShare
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.watch import End, JobWorker, Judge, StopRequests, progress_of
 from megatron.fill.agent.workers import WorkerPool, WorkerProcess, write_spec
@@ -41,10 +41,6 @@ _SAY_S = 8.0  # time for which a store that does not answer is tried
 _TELL_S = 5.0  # time between two estimates of the job's end
 _MOST_SAID = 2000  # most characters of a worker's last output that are logged
 _SHOWN = 2000  # number of recent bubbles and steps in the record of a running job
-
-
-class NotStarted(Exception):
-    """A job did not begin, through no fault of its own; the arguments are cause and detail of its status."""
 
 
 @dataclass(eq=False, repr=False)
@@ -74,13 +70,10 @@ class JobRun:
         """Run the job if it may run here, and report its end; an exception does not count as the job's failure."""
         context, job = self.context, self.job
         try:
-            refused = refusal(job.work, context.spec.allow)
-            if not refused:
-                self._run()
-                return
-            status = Status(JobState.FAILED, Cause.NOT_ALLOWED, refused)
+            self._run()
+            return
         except NotStarted as error:
-            status = Status(JobState.QUEUED, *error.args)
+            status = error.status
         except Exception as error:
             began = self._worker is not None
             if isinstance(error, OSError) and not began:  # a full disk, say: it may succeed elsewhere, or here later
@@ -143,10 +136,10 @@ class JobRun:
             NotStarted: the job did not begin.
         """
         context, job, claim = self.context, self.job, self.claim
+        if refused := refusal(job.work, context.spec.allow):
+            raise NotStarted(Status(JobState.FAILED, Cause.NOT_ALLOWED, refused))
         with ExitStack() as always:
             limits = context.limits(job)
-            if isinstance(limits, NoRoom):
-                raise NotStarted(Cause.NO_MEMORY, limits.reason)
             directory = job_folder(Path(context.spec.run_dir), job, context.spec.user)
             if directory is None:
                 raise OSError("it has no folder; the agent's log says why")
@@ -214,7 +207,7 @@ class JobRun:
             if ending is not None and ending.how is How.CUT:
                 raise OSError(why(ending.cause, ending.detail))
             if ending is not None and ending.cause is Cause.TRAINING_ENDED:  # it has nothing to save yet
-                raise NotStarted(ending.cause, ending.detail)
+                raise NotStarted(Status(JobState.QUEUED, ending.cause, ending.detail))
             with contextlib.suppress(TimeoutError):
                 found = process.sandbox_report(_LOOK_S)
                 if found is None:

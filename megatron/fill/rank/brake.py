@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.fill.rank.evidence import Evidence, MeasuredSlowdown, Noise
+from megatron.fill.rank.evidence import Evidence, Noise
 from megatron.fill.types import BrakeEvent, fills_block
 
 _PROBE = 2  # number of iterations in a row without filling
@@ -70,7 +70,7 @@ class Brake:
         if pair != self._pair:
             measured = self._close_pair()
             if measured is not None:
-                self._stop(measured, iteration, number)
+                self._stop(*measured, iteration, number)
             pair = self._pair_of(iteration, number)  # again, since the period of probes may have changed
             self._pair = pair
         if self._until and iteration >= self._until:
@@ -122,8 +122,8 @@ class Brake:
         inside = not self._until and iteration % period >= period - _PROBE - 2 * _BESIDE
         return (period, iteration // period) if inside else None
 
-    def _close_pair(self) -> MeasuredSlowdown | None:
-        """Add the pair that is over to the evidence, and return the slowdown if it surely exceeds the limit."""
+    def _close_pair(self) -> tuple[float, int] | None:
+        """Add the pair that is over to the evidence, and return its verdict (``Evidence.verdict``)."""
         on, off = self._times[True], self._times[False]
         self._times = {True: [], False: []}
         sigma = self._noise.sigma
@@ -148,7 +148,7 @@ class Brake:
             self._good = 0
             self._strike(-1)
 
-    def _stop(self, measured: MeasuredSlowdown, iteration: int, number: int) -> None:
+    def _stop(self, slowdown: float, pairs: int, iteration: int, number: int) -> None:
         if not self._strikes:
             self._guard_step_ns = max(_LEAST_GUARD_NS, int(self._last_ns * _GUARD_SHARE))
         self._strike(+1)
@@ -158,7 +158,7 @@ class Brake:
         # Ranks that stop within the same period resume together, and blocks resume with a filled one.
         grid, offset = (2 * self.paired_blocks, iteration - number) if self.paired_blocks else (_GRID, 0)
         self._until += (offset - self._until) % grid
-        event = BrakeEvent(iteration - 1, measured.slowdown, measured.pairs, self._until, self.guard_ns)
+        event = BrakeEvent(iteration - 1, slowdown, pairs, self._until, self.guard_ns)
         self.events.append(event)
         limit = f"--fill-max-slowdown {100 * self.limit:g}%"
         self.say(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 _MOST_PAIRS = 128
 _LATELY = 16  # number of latest pairs among which a slowdown that has just begun is looked for
@@ -20,15 +19,6 @@ _TRIMMED = 1.1  # ratio of the midmean's standard deviation to the mean's, under
 _SURE = 2.8  # standard deviations above the limit that are required; more with few pairs
 _FEW_PAIRS = 12.0
 _APART = 4.0  # standard deviations of an iteration by which two differ if one of them is an outlier
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredSlowdown:
-    """A measured slowdown."""
-
-    slowdown: float  # the slowdown as a fraction (0.03 is 3%)
-    pairs: int  # number of the latest pairs over which it was measured
-    excess: float  # lower confidence bound minus the limit, in logarithms; above 0 it surely exceeds the limit
 
 
 class Noise:
@@ -75,21 +65,20 @@ class Evidence:
     def clear(self) -> None:
         self._pairs.clear()
 
-    def verdict(self, sigma: float) -> MeasuredSlowdown | None:
-        """Return the slowdown if it surely exceeds the limit over the latest two or more pairs, otherwise None.
+    def verdict(self, sigma: float) -> tuple[float, int] | None:
+        """Return the slowdown if it surely exceeds the limit over some number of the latest pairs, otherwise None.
 
+        It is a fraction (0.03 is 3%), and comes with the number of pairs, two or more, for which it is the surest.
         For every number of pairs, a lower confidence bound of the mean change is compared with the limit.  Its standard
         deviation is the larger one of two estimates: from the noise of single iterations (reliable when there are few
         pairs), and from the scatter of the pairs (includes slow noise, and grows with an outlier).
         """
-        found = [
-            MeasuredSlowdown(
-                math.expm1(mean), count, mean - self._limit - _SURE * (1 + _FEW_PAIRS / (count * count)) * deviation
-            )
-            for count, (mean, deviation) in enumerate(self._means(sigma), 2)
-        ]
-        surest = max(found, key=lambda measured: measured.excess, default=None)
-        return surest if surest is not None and surest.excess > 0 else None
+        surest, slowdown, pairs = 0.0, 0.0, 0
+        for count, (mean, deviation) in enumerate(self._means(sigma), 2):
+            excess = mean - self._limit - _SURE * (1 + _FEW_PAIRS / (count * count)) * deviation
+            if excess > surest:
+                surest, slowdown, pairs = excess, math.expm1(mean), count
+        return (slowdown, pairs) if pairs else None
 
     def suspicion(self, sigma: float) -> float:
         """Return the excess of all pairs' mean change over the limit, in standard deviations; negative if below."""

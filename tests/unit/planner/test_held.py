@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.agent.memory import NoRoom
+from megatron.fill.agent.ending import NotStarted
 from megatron.fill.agent.ranking import Ranking, _for_job
 from megatron.fill.cli.plan import _plan_rank
 from megatron.fill.device.cuda import allocator_environment
@@ -54,9 +54,9 @@ profiles_ = st.lists(st.integers(1, 300), min_size=1, max_size=4).map(
 )
 def test_no_plan_exceeds_the_cap(free_mib, asked_mib, margin_mib, profiles):
     bubbles, asked = cycle(*free_mib), None if asked_mib is None else asked_mib * MIB
-    limit = free_memory(margin_bytes=margin_mib * MIB).cap(None, bubbles)
+    limit = free_memory(margin_bytes=margin_mib * MIB).room_bytes(bubbles)
     found = find_plan(held_cycle(bubbles, room_bytes(bubbles, margin_mib * MIB), asked), profiles)
-    caps = [] if isinstance(limit, NoRoom) else [limit if asked is None else min(asked, limit)]
+    caps = [] if not limit else [limit if asked is None else min(asked, limit)]
     fitting = [one for one in profiles for cap in caps if one.memory_bytes <= cap]
     assert (found is None) == (not fitting)
     if found is not None:
@@ -97,8 +97,9 @@ sizes = st.integers(0, 300)
 def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mib, now_mib, asked_mib, margin_mib):
     bubbles, memory = cycle(*free_mib), free_memory(now_mib * MIB, margin_mib * MIB, 10 * MIB)
     asked = None if asked_mib is None else asked_mib * MIB
-    limit = memory.cap(asked, bubbles)
-    if isinstance(limit, NoRoom):
+    try:
+        limit = memory.cap(asked, bubbles)
+    except NotStarted:
         return
     limits = Limits(limit)
     spec = worker_spec("/", Work("m:C"), margin_bytes=margin_mib * MIB, device="cuda:0", limits=limits)
