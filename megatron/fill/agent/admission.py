@@ -75,11 +75,7 @@ def default_user() -> JobUser | None:
 
 
 def check_reach(user: JobUser, place: Path) -> None:
-    """Check that the user can reach a path that its jobs need: the run folder, the interpreter.
-
-    Raises:
-        ConfigError: the user may not enter a folder on the path; the message names the folder.
-    """
+    """Raise ConfigError if the user may not enter a folder on a path that its jobs need: run folder, interpreter."""
     place = place.resolve()
     for part in [*reversed(place.parents), place]:
         if part.exists():

@@ -115,11 +115,7 @@ class Claims:
     def finish(
         self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any], patience_s: float
     ) -> bool:
-        """Report that the job has ended (QUEUED: give it back).
-
-        Returns:
-            False if the job is no longer this agent's, or the store cannot be reached.
-        """
+        """Report that the job has ended (QUEUED: give it back); False if it is another's now, or the store is away."""
 
         def say(store: JobStore) -> bool:
             end = store.release if status.state is JobState.QUEUED else store.finish
@@ -225,8 +221,7 @@ def _firsts_first(jobs: Iterable[NewJob]) -> list[NewJob]:
 def not_yet_submitted(run_dir: Path, store: str, jobs: Sequence[NewJob]) -> list[NewJob]:
     """Return those of ``jobs`` that this run has not submitted to this store; jobs are equal if name and work are.
 
-    Raises:
-        FillError: the run's file of submitted jobs cannot be read.
+    FillError if the run's file of submitted jobs cannot be read.
     """
     known = set(_read_submitted(run_dir))
     return [job for job in jobs if _digest(store, job) not in known]

@@ -80,9 +80,7 @@ def occupied(directory: Path) -> Iterator[None]:
     """Lock the folder against other workers: after a clock jump two agents may both hold a claim of the job.
 
     The lock file lies where no job can open it while the sandbox holds, since whoever can open a file can lock it.
-
-    Raises:
-        OSError: another worker is still in the folder, and has had time to leave.
+    OSError if another worker is still in the folder, and has had time to leave.
     """
     until_s = time.monotonic() + _LEAVING_S
     fd = os.open(lock_file(directory), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

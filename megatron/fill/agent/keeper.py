@@ -22,7 +22,7 @@ from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.turn import DeviceTurn, turn_file
 from megatron.fill.agent.warden import END_S, start_agent
 from megatron.fill.folders import AGENTS, BETWEEN
-from megatron.fill.linux import host
+from megatron.fill.linux import host, safefile
 from megatron.fill.linux.reap import end_descendants
 from megatron.fill.linux.wakeup import Wakeup
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
@@ -90,8 +90,7 @@ class Keeper:
             at_end.callback(path.unlink, missing_ok=True)
             records.mkdir(exist_ok=True)
             at_end.callback(control.withdraw, control.announce(Path(spec.run_dir), board.fd))
-            path.touch(mode=0o600)
-            path.write_text(spec.to_json(), encoding="utf-8")
+            safefile.write_text(path, spec.to_json(), mode=0o600)
             agent = start_agent(path, self.dead, (spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd))
             at_end.callback(_end, agent)
             at_end.callback(gate.end)

@@ -43,11 +43,7 @@ class AttemptLedger:
             self._ended.append((job, worker))
 
     def write(self) -> None:
-        """Write all records; the latest write is all that is left of an agent that is killed.
-
-        Raises:
-            OSError: they cannot be written now.
-        """
+        """Write all records, all that is left of an agent that is killed; OSError if they cannot be written now."""
         with self._lock:
             running = [record for so_far in self._running if (record := so_far()) is not None]
             try:

@@ -16,10 +16,7 @@ def turn_over(fd: int = 2, most_bytes: int = MOST_BYTES) -> None:
     """Move the log behind a descriptor, once it is that long, into ``NAME.1``, in the place of what is there.
 
     Agent and warden append to the same open file, so it is emptied and not renamed; a line that comes meanwhile may be
-    lost.  A terminal or a pipe is left alone.
-
-    Raises:
-        OSError: the file cannot be copied; then it is as it was.
+    lost.  A terminal or a pipe is left alone.  OSError if the file cannot be copied; then it is as it was.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_size <= most_bytes or not found.st_nlink:

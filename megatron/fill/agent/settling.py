@@ -37,11 +37,7 @@ class Settling:
         self._said = False
 
     def look(self) -> bool:
-        """Check once; True if the jobs of all ranks have settled, so that no further look is needed.
-
-        Raises:
-            OSError: the folder cannot be read or written now.
-        """
+        """Check once, and return True if the jobs of all ranks have settled; OSError if that cannot be told now."""
         stepped = self.stepped()
         self._idle = self._idle + 1 if stepped is None else 0
         if not (self._said or stepped or self._idle >= IDLE_LOOKS):

@@ -36,11 +36,7 @@ _LOOK_S = 0.02
 
 
 def start_agent(spec_path: Path, dead: str, descriptors: Collection[int]) -> subprocess.Popen[bytes]:
-    """Start an agent with the descriptors of the pages that its spec names.
-
-    Args:
-        dead: pids of earlier agents, whose jobs it gives back, with commas between them.
-    """
+    """Start an agent with the descriptors of its pages; it gives back the jobs of ``dead``, pids of earlier agents."""
     command = [sys.executable, "-m", "megatron.fill.agent.agent", str(spec_path), str(os.getpid()), dead]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 

@@ -55,11 +55,7 @@ class WorkerPool:
 
     @contextmanager
     def worker(self, job: Job) -> Iterator[WorkerProcess]:
-        """Provide a worker's first process for this job; no process of the worker is left at the end.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Provide a worker's first process, and leave none of the worker at the end; OSError if it cannot start."""
         worker = self._start(job)
         try:
             yield worker
@@ -152,11 +148,7 @@ class WorkerProcess:
         socket.send_fds(self._channel, [os.fsencode(spec_path)], [log_fd])
 
     def sandbox_report(self, within_s: float) -> SandboxReport | None:
-        """Return the sandbox that the worker reports; None if it ended before.
-
-        Raises:
-            TimeoutError: it has not reported within ``within_s`` seconds.
-        """
+        """Return the sandbox that the worker reports; None if it ended before, TimeoutError if it is late."""
         self._channel.settimeout(within_s)
         return SandboxReport.receive(self._channel)
 

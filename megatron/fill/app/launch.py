@@ -320,13 +320,10 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
 def _run(main: Callable[[], Any], run: Launch) -> None:
     try:
         main()
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            run.abort()
-        else:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
             run.finish()
-        raise
-    except BaseException:
-        run.abort()
+        else:
+            run.abort()
         raise
     run.finish()

@@ -46,11 +46,9 @@ def find_sandbox(
 ) -> RunSandbox:
     """Determine the sandbox that this machine provides, and print what it lacks.
 
-    With ``on_gpu``, the first rank of each node tries to use a GPU in it.  ConfigError if a flag is wrong; or, with
-    ``strict``, if a layer is missing or no job can use a GPU.
-
-    Args:
-        modules: folders from which the jobs' own modules are imported.
+    With ``on_gpu``, the first rank of each node tries to use a GPU in it.  The jobs' own modules are imported from the
+    folders ``modules``.  ConfigError if a flag is wrong; or, with ``strict``, if a layer is missing or no job can use a
+    GPU.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
     user, support = find_support(settings.user, mps is not None, settings.network, [Path(settings.report or "runs")])

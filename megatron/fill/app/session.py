@@ -24,6 +24,7 @@ from megatron.fill.device.margin import DRIVER_BYTES
 from megatron.fill.device.port import Limits
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
+from megatron.fill.linux import safefile
 from megatron.fill.linux.tree import descendants
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
@@ -121,9 +122,8 @@ class Session:
         """Stop the jobs."""
         if self.gate is not None:
             self.gate.end()
-        if self._announced is not None:
-            with contextlib.suppress(OSError):  # a read-only disk; the page that it names ends with this process
-                self._announced.unlink(missing_ok=True)
+        if self.control is not None and self._announced is not None:
+            self.control.withdraw(self._announced)
         self._wait_for_warden()
 
     @property
@@ -174,8 +174,7 @@ class Session:
         agents = self.run_dir / AGENTS
         spec_path = agents / f"spec{self.info.rank}.json"
         # A file, since thousands of jobs do not fit on a command line, and the store's URL may hold a password.
-        spec_path.touch(mode=0o600)
-        spec_path.write_text(spec.to_json(), encoding="utf-8")
+        safefile.write_text(spec_path, spec.to_json(), mode=0o600)
         with (agents / f"agent{self.info.rank}.log").open("ab") as log:
             warden = subprocess.Popen(
                 [sys.executable, "-m", "megatron.fill.agent.warden", str(spec_path)],

@@ -119,18 +119,14 @@ class RelayProcess:
             self._gate.end()
 
 
+@dataclass(eq=False, repr=False)
 class FreeMemory:
-    """The device memory that the training leaves free, by the driver's latest answer to a thread; 0 without an answer.
+    """The device memory that the training leaves free, by the driver's latest answer to a thread; 0 without one."""
 
-    ``ask`` returns it in bytes, which may take milliseconds while a worker creates a context.
+    ask: Callable[[], int]  # returns it in bytes, which may take milliseconds while a worker creates a context
 
-    Attributes:
-        missing_bytes: part of the training's own margin that could not be reserved, and that workers must not use.
-    """
-
-    def __init__(self, ask: Callable[[], int]) -> None:
-        self.missing_bytes = 0
-        self._ask = ask
+    def __post_init__(self) -> None:
+        self.missing_bytes = 0  # part of the training's own margin that it could not reserve, and workers must not use
         self._bytes = 0
         self._failed = False
 
@@ -139,7 +135,7 @@ class FreeMemory:
 
     def look(self) -> None:
         try:
-            self._bytes = self._ask()
+            self._bytes = self.ask()
         except DeviceError as error:
             self._bytes = 0
             if not self._failed:
