@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import ConfigError, PatchError
@@ -34,15 +35,13 @@ def _staged(tensor: Any) -> bool:
     return tensor.is_cuda
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class _StagedRequest:
     """A transfer of a copy in host memory; a received one is copied to its ``target`` after the wait."""
 
-    __slots__ = ("_copy", "_request", "_target")
-
-    def __init__(self, request: Any, copy: Any, target: Any) -> None:
-        self._request = request
-        self._copy = copy  # also kept alive until the transfer is done
-        self._target = target
+    _request: Any
+    _copy: Any  # also kept alive until the transfer is done
+    _target: Any
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         import torch

@@ -11,6 +11,7 @@ and each of their waits is a separate bubble.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.hooks import bus
@@ -74,15 +75,13 @@ class Transfers:
 transfers = Transfers()
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class _WatchedRequest:
     """A transfer whose ``wait`` opens a bubble, and closes it unless the call in progress does."""
 
-    __slots__ = ("_closes", "_for_backward", "_request")
-
-    def __init__(self, request: Any, for_backward: bool, closes: bool) -> None:
-        self._request = request
-        self._for_backward = for_backward
-        self._closes = closes
+    _request: Any
+    _for_backward: bool
+    _closes: bool
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         bus.open(for_backward=self._for_backward)
