@@ -129,6 +129,9 @@ class BrakeEvent:
     guard_ns: int  # time kept free at the end of every predicted bubble from then on
 
 
+MOST_SETTLING = 200  # number of iterations after the warm-up after which jobs count as settled in any case
+
+
 @dataclass(frozen=True, slots=True)
 class RankRecord:
     """Observations of one rank: all of them, or those since its last write."""

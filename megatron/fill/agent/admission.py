@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.host import may_become
+from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.store.values import Job
 from megatron.fill.work import Work
 
@@ -72,6 +73,27 @@ def default_user() -> JobUser | None:
     except ConfigError:  # a container without a list of users
         user = JobUser("nobody", _NOBODY, _NOBODY, "/nonexistent")
     return user if may_become(user.uid, user.gid) else None
+
+
+def job_sandbox(
+    user: JobUser | None,
+    namespaces: Sequence[str],
+    directory: Path,
+    network: bool,
+    binds: Sequence[Bind] = (),
+    mps_pipe: str | None = None,
+) -> Sandbox:
+    """Return the sandbox of a job of this user with its own folder; more may be hidden from it, or given to it."""
+    mps = () if mps_pipe is None else (Bind(mps_pipe, writable=True),)
+    return Sandbox(
+        namespaces=tuple(namespaces),
+        directory=str(directory),
+        binds=(*binds, *mps),
+        user=None if user is None else user.uid,
+        group=None if user is None else user.gid,
+        network=network,
+        host_memory_files=mps_pipe is not None,
+    )
 
 
 def check_reach(user: JobUser, place: Path) -> None:

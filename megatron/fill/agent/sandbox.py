@@ -6,12 +6,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user
+from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user, job_sandbox
 from megatron.fill.device.cuda import device_nodes
 from megatron.fill.errors import ConfigError
-from megatron.fill.sandbox import Bind, Sandbox, SandboxSupport, look
+from megatron.fill.sandbox import SandboxSupport, look
 from megatron.fill.sandbox.driver import DriverTrial, why_no_cuda
 
 _MPS = "MPS serves one user only: jobs run as the training's, and read what it can read"
@@ -65,14 +66,5 @@ def why_no_cuda_for_jobs(
     with tempfile.TemporaryDirectory(prefix="pipefill-cuda-") as folder:
         if user is not None:
             os.chown(folder, user.uid, user.gid)
-        sandbox = Sandbox(
-            namespaces=tuple(namespaces),
-            directory=folder,
-            binds=() if mps_pipe is None else (Bind(mps_pipe, writable=True),),
-            user=None if user is None else user.uid,
-            group=None if user is None else user.gid,
-            network=network,
-            devices=device_nodes(""),
-            host_memory_files=mps_pipe is not None,
-        )
-        return why_no_cuda(DriverTrial(sandbox))
+        sandbox = job_sandbox(user, namespaces, Path(folder), network, mps_pipe=mps_pipe)
+        return why_no_cuda(DriverTrial(replace(sandbox, devices=device_nodes(""))))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.fill.agent.admission import environment, job_variables
+from megatron.fill.agent.admission import environment, job_sandbox, job_variables
 from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.device.port import Limits, Sharing
@@ -210,17 +210,11 @@ def write_spec(
 
 def _sandbox(context: AgentContext, job: Job, limits: Limits, directory: Path) -> Sandbox:
     agent = context.spec
-    mps = (Bind(agent.mps_pipe, writable=True),) if agent.mps_pipe is not None else ()
-    return Sandbox(
-        namespaces=agent.namespaces,
-        directory=str(directory),
-        binds=(*(Bind(place) for place in job.work.search), *agent.binds, *mps),
+    binds = (*map(Bind, job.work.search), *agent.binds)
+    return replace(
+        job_sandbox(agent.user, agent.namespaces, directory, agent.network, binds, agent.mps_pipe),
         runs=tuple({agent.run_dir, str(run_of(directory))}),
         masked=(*database_files(agent.store), *password_files(agent.store)),
-        user=None if agent.user is None else agent.user.uid,
-        group=None if agent.user is None else agent.user.gid,
-        network=agent.network,
         memory_files_bytes=limits.memory_bytes or _MEMORY_FILES_BYTES,
         devices=context.device.nodes,
-        host_memory_files=agent.mps_pipe is not None,
     )

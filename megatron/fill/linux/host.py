@@ -73,12 +73,15 @@ def unordered(machine: str | None = None) -> str:
     return f"this processor is {machine}, which reorders stores to shared memory; expected x86_64"
 
 
-def signal_name(number: int) -> str:
-    """The name of a signal; real-time signals have only a number."""
+def how_ended(code: int) -> str:
+    """Return how a process ended, by its exit code, which is negative after a signal."""
+    if code >= 0:
+        return f"exited with status {code}"
     try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-code}"
+    return f"was ended by {name}"
 
 
 def use_every_core() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.fill.types import fills_block
-
-MOST_SETTLING = 200  # number of iterations after the warm-up after which paired blocks begin in any case
+from megatron.fill.types import MOST_SETTLING, fills_block
 
 
 @dataclass(eq=False, repr=False)

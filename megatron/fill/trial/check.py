@@ -111,7 +111,7 @@ def _unanswered(job: JobSpec, begun: bool, ended: object) -> Examined:
     if not isinstance(ended, int):
         how = f"took more than {_MOST_S:g} s"
     elif ended < 0:
-        how = f"was ended by {host.signal_name(-ended)}"
+        how = host.how_ended(ended)
     else:
         how = f"ended the process with status {ended}"
     return Examined(f"importing {job.what.partition(':')[0]} {how}", raised=True)

@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.fill.agent.admission import job_sandbox
 from megatron.fill.app.sandboxing import find_sandbox
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
-from megatron.fill.sandbox.config import Bind, Sandbox
+from megatron.fill.sandbox.config import Bind
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.trial.examine import Examined, examine_command, examine_task
@@ -41,14 +42,8 @@ def main() -> None:
         user = run_sandbox.user
         if user is not None:
             os.chown(directory, user.uid, user.gid)
-        sandbox = Sandbox(
-            namespaces=run_sandbox.namespaces,
-            directory=str(directory),
-            binds=(*map(Bind, spec.search), *run_sandbox.binds),
-            user=None if user is None else user.uid,
-            group=None if user is None else user.gid,
-            network=settings.network,
-        )
+        binds = (*map(Bind, spec.search), *run_sandbox.binds)
+        sandbox = job_sandbox(user, run_sandbox.namespaces, directory, settings.network, binds)
         first = 0
         for group in spec.groups:  # jobs that share an environment, in a process of their own
             tasks = tasks_of(os.getuid() if user is None else user.uid) + 2 * settings.max_processes

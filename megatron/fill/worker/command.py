@@ -69,8 +69,7 @@ class CommandRun:
         program = (self.spec.work.command or ("",))[0]
         if code == NOT_FOUND and shutil.which(program, path=self.spec.env.get("PATH")) is None:
             return Outcome(Cause.FAILED, why_no_program(program), unit="seconds")
-        ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        return Outcome(Cause.FAILED, f"the command {ended}; see its output", unit="seconds")
+        return Outcome(Cause.FAILED, f"the command {host.how_ended(code)}; see its output", unit="seconds")
 
     def _was_told_to_end(self, code: int) -> bool:
         """True if the command was ended together with this process (``scancel``), and not by itself."""

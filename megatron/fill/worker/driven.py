@@ -113,8 +113,7 @@ class Driven(SideTask):
         if not data:
             pid, self._pid = self._pid, 0
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
-            raise TaskError(f"the process of run_gpu_workload() {ended}")
+            raise TaskError(f"the process of run_gpu_workload() {host.how_ended(code)}")
         *lines, self._text = (self._text + data).split(b"\n")
         for line in lines:
             self._hear(json.loads(line))

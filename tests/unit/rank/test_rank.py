@@ -7,13 +7,12 @@ from typing import Any
 
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleSlot
-from megatron.fill.rank.blocks import MOST_SETTLING
 from megatron.fill.rank.brake import Brake
 from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
-from megatron.fill.types import BrakeEvent, BubbleKind, CycleKey, RankInfo, fills_block
+from megatron.fill.types import MOST_SETTLING, BrakeEvent, BubbleKind, CycleKey, RankInfo, fills_block
 from tests.support.fakes import FakeGate
 
 MS = 1_000_000

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.pages.gate import SharedGate
-from megatron.fill.rank.blocks import MOST_SETTLING, Blocks
+from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
@@ -18,7 +18,7 @@ from megatron.fill.rank.rule import FillRule
 from megatron.fill.records.rank import read_rank
 from megatron.fill.report import print_report
 from megatron.fill.report.timeuse import TimeUse
-from megatron.fill.types import RankInfo
+from megatron.fill.types import MOST_SETTLING, RankInfo
 from tests.support.segments import write_rank
 from tests.support.synthetic import is_filling, report_of, synthetic_run
 
