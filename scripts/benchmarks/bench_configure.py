@@ -112,7 +112,7 @@ def measure_search() -> dict[str, Any]:
         training, its = read_flags(flags.split()), cluster(nodes, gpus, gpu)
         expected = shortest(evaluator_of(training, its), 10)
         try:
-            proposals = search(training, its, its.links(Path())).proposals
+            proposals = search(evaluator_of(training, its)).proposals
         except ConfigError:
             proposals = []
         tried += 1
@@ -122,14 +122,13 @@ def measure_search() -> dict[str, Any]:
 
 def measure_speed() -> dict[str, Any]:
     training, its = read_flags(LARGE.split()), cluster(64, 8, "a100-80gb")
-    links = its.links(Path())
+    evaluator = evaluator_of(training, its)
     began_s = time.perf_counter()
-    found = search(training, its, links)
+    found = search(evaluator)
     search_s = time.perf_counter() - began_s
-    evaluator = Evaluator(training, its, links)
     excluded: Counter[str] = Counter()
     began_s = time.perf_counter()
-    bounded = sum(bound_ns(evaluator.iteration(one)) > 0 for one in evaluator.candidates(its.gpus, excluded))
+    bounded = sum(bound_ns(evaluator.iteration(one)) > 0 for one in evaluator.candidates(excluded))
     bound_s = time.perf_counter() - began_s
     return {
         "search_512_s": search_s,

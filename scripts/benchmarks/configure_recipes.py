@@ -22,10 +22,9 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
-from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.ranked import MODEL_ERROR, parts, ranks
 from megatron.fill.wings.configure.rows import in_order
-from megatron.fill.wings.configure.search import Proposal, search
+from megatron.fill.wings.configure.search import Evaluator, Proposal, search
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
@@ -249,21 +248,21 @@ def find(one: Published, top: int = 40) -> Found:
         ConfigError: it is not expressible.
     """
     training, cluster = one.training(), one.cluster()
-    links = cluster.links(Path())
+    evaluator = Evaluator(training, cluster, cluster.links(Path()))
     began_s = time.process_time()
-    rows = search(training, cluster, links, top, error=MODEL_ERROR).rows
+    rows = search(evaluator, top, MODEL_ERROR).rows
     search_s = time.process_time() - began_s
     alone = in_order([its for row in rows for its in row], MODEL_ERROR, cluster.gpus_per_node)
     fastest = min(alone, key=lambda its: its.iteration_s)
     times = sorted(its.iteration_s for its in alone)
     shapes = [[shape_of(its.parallel) for its in row] for row in rows]
     place = next((at for at, row in enumerate(shapes, 1) if one.shape in row), None)
-    own = _own(training, cluster, links, one.shape)
+    own = _own(evaluator, one.shape)
     rank, over_first, error, more = None, None, None, {}
     if own is not None:
         rank = ranks([its for its in times if its < own.iteration_s] + [own.iteration_s], MODEL_ERROR)[-1]
         over_first, error = own.iteration_s / times[0] - 1, own.iteration_s / one.measured_s - 1
-        has, had = (asdict(parts(its, training, cluster, None)) for its in (own, fastest))
+        has, had = (asdict(parts(its, evaluator)) for its in (own, fastest))
         more = {name.removesuffix("_s"): round((has[name] - had[name]) / times[0], 4) for name in has}
     return Found(
         one,
@@ -279,11 +278,12 @@ def find(one: Published, top: int = 40) -> Found:
     )
 
 
-def _own(training: Training, cluster: Cluster, links: Links, shape: Sequence[int]) -> Proposal | None:
+def _own(evaluator: Evaluator, shape: Sequence[int]) -> Proposal | None:
     """The published layout, with the least recomputation that fits; None if there is no such layout."""
-    fixed = dict(training.fixed) | dict(zip(_SHAPE, shape, strict=True))
+    fixed = dict(evaluator.training.fixed) | dict(zip(_SHAPE, shape, strict=True))
+    training = replace(evaluator.training, fixed=fixed)
     try:
-        return search(replace(training, fixed=fixed), cluster, links, 1).proposals[0]
+        return search(Evaluator(training, evaluator.cluster, evaluator.links), 1).proposals[0]
     except ConfigError:
         return None
 

@@ -184,7 +184,7 @@ def _with_room(
     needs = sorted(evaluator.least_bytes(one) for one in there)
     room = _cluster(*shape, int(needs[0] + share * (needs[len(needs) // 2] - needs[0])))
     with contextlib.suppress(ConfigError):  # nothing fits
-        for one in search(training, room, room.links(Path()), 2).proposals:
+        for one in search(Evaluator(training, room, room.links(Path())), 2).proposals:
             yield _Tried((padded(training, one.parallel.tp), one.parallel), room, True)
     for its in source.sample(there, sample):
         again = replace(its, recompute=source.choice(list(Recompute)))

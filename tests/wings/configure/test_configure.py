@@ -145,7 +145,7 @@ def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --expert-tensor-parallel-size 1"
     )
     plain = cluster(nodes=2)
-    found = search(read_flags([*flags.split(), "--expert-model-parallel-size", "8"]), plain, links(plain), 1)
+    found = search(Evaluator(read_flags([*flags.split(), "--expert-model-parallel-size", "8"]), plain, links(plain)), 1)
     assert {(one.parallel.ep, one.parallel.expert_replicas) for one in found.proposals} == {(8, 1)}
     assert {its.ep for its in layouts(read_flags(flags.split()), 8, 4, Counter())} == {1, 2, 4, 8}
 
@@ -182,7 +182,7 @@ def test_layouts_in_which_megatron_does_not_hide_what_experts_exchange_are_left_
 def test_flags_with_which_experts_exchange_is_never_hidden_are_named(more, expected):
     training, its = read_flags(f"{FLAGS} {HIDDEN} {more}".split()), cluster(2, 4)
     with pytest.raises(ConfigError, match=expected):
-        search(training, its, links(its))
+        search(Evaluator(training, its, links(its)))
 
 
 def test_8_bit_weights_are_held_once_where_products_read_them_in_either_order():
@@ -483,7 +483,7 @@ def brute_force(training, its: Cluster, top: int) -> list[int]:
 )
 def test_the_search_finds_what_timing_everything_finds(nodes, gpus, memory):
     training, its = read_flags(FLAGS.split()), cluster(nodes, gpus, memory=memory)
-    found = search(training, its, links(its), 5)
+    found = search(Evaluator(training, its, links(its)), 5)
     assert [one.timeline.period_ns for one in found.proposals] == brute_force(training, its, 5)
     assert all(one.peak_bytes <= its.room_bytes for one in found.proposals)
     assert found.timed < found.configurations
@@ -492,7 +492,7 @@ def test_the_search_finds_what_timing_everything_finds(nodes, gpus, memory):
 def test_what_the_flags_fix_stays():
     training = read_flags([*FLAGS.split(), "--pipeline-model-parallel-size", "2", "--micro-batch-size=2"])
     its = cluster()
-    for one in search(training, its, links(its)).proposals:
+    for one in search(Evaluator(training, its, links(its))).proposals:
         assert (one.parallel.pp, one.parallel.microbatch) == (2, 2)
 
 
@@ -521,10 +521,10 @@ def test_when_nothing_fits_it_says_what_excludes_all():
     with pytest.raises(
         ConfigError, match=r"the smallest needs [\d.]+ GiB of a GPU, at most [\d.]+ GiB; expected at most 0.0\d GiB"
     ):
-        search(read_flags(FLAGS.split()), cluster(memory="2100MiB"), links(cluster()))
+        search(Evaluator(read_flags(FLAGS.split()), cluster(memory="2100MiB"), links(cluster())))
     odd = read_flags([*FLAGS.split(), "--tensor-model-parallel-size", "3"])
     with pytest.raises(ConfigError, match="--tensor-model-parallel-size stays inside a node and divides the GPUs"):
-        search(odd, cluster(), links(cluster()))
+        search(Evaluator(odd, cluster(), links(cluster())))
 
 
 @pytest.mark.parametrize(
@@ -637,7 +637,7 @@ def test_a_layout_in_letters_decides_the_layers_of_every_stage():
     counts = (0, 2, *[1] * (count - 4), 2, 0)
     training = read_flags(given)
     assert (training.fixed["stage_layers"], training.fixed["chunks"]) == (counts, len(counts) // 2)
-    best = search(training, cluster(), links(cluster()), 1).proposals[0].parallel
+    best = search(Evaluator(training, cluster(), links(cluster())), 1).proposals[0].parallel
     assert (best.stage_layers, best.layers(training.model)) == (counts, counts)
     there = read_flags([*training.others, *layout_flags(best)])
     assert there.fixed["stage_layers"] == counts
@@ -765,7 +765,7 @@ def test_with_one_kind_of_link_annealing_has_nothing_to_do():
 def test_what_may_not_fit_is_dropped_by_the_upper_end_of_its_interval():
     training = read_flags([*FLAGS.split(), "--pipeline-model-parallel-size", "2"])
     plain = cluster()
-    best = search(training, plain, links(plain), 1).proposals[0]
+    best = search(Evaluator(training, plain, links(plain)), 1).proposals[0]
     low, high = best.interval_bytes
     assert low < max(one.total_bytes for one in best.memory) < best.peak_bytes < high
     evaluator = Evaluator(training, plain, links(plain))
@@ -828,13 +828,13 @@ def test_bubbles_are_worth_no_more_than_their_share_and_nothing_without_any():
     training = read_flags(flags.split())
     its = cluster(1, 8)
     kinds = fill_kinds(its.gpu, None)
-    one = search(training, its, links(its), 1).proposals[0]
+    one = search(Evaluator(training, its, links(its)), 1).proposals[0]
     full = valued(one, kinds)
     assert 0.5 * one.bubble_share * 8 < full.gpus_worth < one.bubble_share * 8
     assert full.net_gpu_s == pytest.approx(one.iteration_s * (8 - full.gpus_worth))
     assert valued(replace(one, room_bytes=one.interval_bytes[1]), kinds).gpus_worth < full.gpus_worth
     none = replace(training, fixed={"pp": 1, "tp": 4})
-    assert valued(search(none, its, links(its), 1).proposals[0], kinds).gpus_worth == 0
+    assert valued(search(Evaluator(none, its, links(its)), 1).proposals[0], kinds).gpus_worth == 0
 
 
 def test_a_slow_gpu_takes_longer():

@@ -108,7 +108,7 @@ def test_what_is_proposed_fits(training):
     its = evaluator(*training)
     cluster = training[2]
     try:
-        found = search(its.training, cluster, cluster.links(Path()), 5)
+        found = search(its, 5)
     except ConfigError:
         return  # nothing fits
     times = [one.iteration_s for one in found.proposals]

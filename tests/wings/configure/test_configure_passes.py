@@ -22,7 +22,7 @@ from megatron.fill.wings.configure.latency import bound_ns, iteration, timeline
 from megatron.fill.wings.configure.layout import lay_out
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.passes import Both, Passes, Profile, load_passes
-from megatron.fill.wings.configure.search import search
+from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.memory import stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
@@ -227,12 +227,12 @@ def test_with_one_profile_times_grow_with_the_micro_batch_and_recomputation_runs
 def test_only_layouts_whose_tensor_parallelism_was_measured_are_proposed(tmp_path):
     passes = load_passes([ran(tmp_path / "a")], training())
     cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": 4, "gpu": "a100-80gb", "network": "dgx-a100"})
-    found = search(training(), cluster, cluster.links(Path()), 50, passes=passes)
+    found = search(Evaluator(training(), cluster, cluster.links(Path()), passes), 50)
     assert {one.parallel.tp for one in found.proposals} == {1}
     assert found.excluded["--profile has no run with --tensor-model-parallel-size 2"] > 0
     fixed = training("--tensor-model-parallel-size 2")
     with pytest.raises(ConfigError, match="--profile has no run with --tensor-model-parallel-size 2"):
-        search(fixed, cluster, cluster.links(Path()), passes=passes)
+        search(Evaluator(fixed, cluster, cluster.links(Path()), passes))
 
 
 @pytest.mark.parametrize(

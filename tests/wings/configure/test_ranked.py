@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.wings.configure.cluster import Cluster
-from megatron.fill.wings.configure.flags import Training, read_flags
+from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.ranked import ERROR, parts, ranks, why
 from megatron.fill.wings.configure.rows import layout_of, safer
-from megatron.fill.wings.configure.search import Proposal, search
+from megatron.fill.wings.configure.search import Evaluator, Proposal, search
 from megatron.fill.wings.configure.value import Valued
 
 FLAGS = (
@@ -44,7 +44,7 @@ def test_ties_that_leave_room_and_share_experts_out_in_a_node_come_first(more):
     error = 0.3 if more else 0.5
 
     def rows(top: int) -> list[list[Proposal]]:
-        found = search(training, cluster, cluster.links(Path()), top, error=error).rows
+        found = search(Evaluator(training, cluster, cluster.links(Path())), top, error=error).rows
         return [list(row) for row in found]
 
     found = rows(400)
@@ -68,8 +68,8 @@ def test_a_row_has_the_virtual_stages_that_tie():
     """Of one layout, each within the error of the fastest; none of another row has its sizes."""
     cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": 8, "gpu": "a100-80gb", "network": "dgx-a100"})
     training = read_flags([*FLAGS.split(), "--pipeline-model-parallel-size", "4"])
-    alone = search(training, cluster, cluster.links(Path()), 100).rows
-    found = search(training, cluster, cluster.links(Path()), 100, error=0.1).rows
+    alone = search(Evaluator(training, cluster, cluster.links(Path())), 100).rows
+    found = search(Evaluator(training, cluster, cluster.links(Path())), 100, error=0.1).rows
     assert sorted(layout_of(row[0].parallel) for row in found) == sorted(layout_of(row[0].parallel) for row in alone)
     assert any(len(row) > 1 for row in found)
     for row in found:
@@ -79,20 +79,21 @@ def test_a_row_has_the_virtual_stages_that_tie():
         assert max(times) <= 1.1 * min(times)
 
 
-def found(*layout: str) -> tuple[Valued, tuple[Training, Cluster, None]]:
+def found(*layout: str) -> tuple[Valued, Evaluator]:
     cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": 8, "gpu": "a100-80gb", "network": "dgx-a100"})
     training = read_flags([*FLAGS.split(), *layout, "--micro-batch-size", "1"])
-    return Valued(search(training, cluster, cluster.links(Path()), 1).proposals[0], 0.0), (training, cluster, None)
+    evaluator = Evaluator(training, cluster, cluster.links(Path()))
+    return Valued(search(evaluator, 1).proposals[0], 0.0), evaluator
 
 
 def test_why_names_what_is_saved():
     """Without stages there are no bubbles; with them there is less to reduce, and less memory."""
     (replicas, given), (stages, _) = (found("--pipeline-model-parallel-size", size) for size in ("1", "8"))
-    one, other = (parts(its.proposal, *given) for its in (replicas, stages))
+    one, other = (parts(its.proposal, given) for its in (replicas, stages))
     assert one.bubbles_s == 0 < other.bubbles_s
     assert sum((other.passes_s, other.bubbles_s, other.step_s)) == pytest.approx(stages.proposal.iteration_s)
     assert min(one.step_s, other.step_s) >= 0
-    said = why(replicas, stages, *given)
+    said = why(replicas, stages, given)
     assert f"bubbles -{other.bubbles_s * 1e3:,.4g} ms" in said
     assert "GiB" in said
-    assert why(stages, stages, *given) == "no difference"
+    assert why(stages, stages, given) == "no difference"

@@ -17,7 +17,7 @@ from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.correction import Correction, Network
 from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.peaks import Peak, fitted, laid_out, learn, load_peaks
-from megatron.fill.wings.configure.search import search
+from megatron.fill.wings.configure.search import Evaluator, search
 from tests.support.memory_cases import CASES, asked, stages
 
 CALLS = {
@@ -185,7 +185,7 @@ def test_the_command_says_how_good_it_is_and_the_configurator_uses_it(tmp_path, 
     training = read_flags(shlex.split(f"{FLAGS} --global-batch-size 8"))
     there = Cluster.model_validate({"nodes": 1, "gpus_per_node": 2, "gpu": "a100-40gb", "network": "dgx-a100"})
     plain, corrected = (
-        search(training, there, there.links(tmp_path), 3, correction=its).proposals
+        search(Evaluator(training, there, there.links(tmp_path), correction=its), 3).proposals
         for its in (None, Correction.load(tmp_path / "m.json"))
     )
     assert [one.parallel for one in plain] == [one.parallel for one in corrected]
@@ -193,7 +193,7 @@ def test_the_command_says_how_good_it_is_and_the_configurator_uses_it(tmp_path, 
         for held, with_it in zip(one.memory, other.memory, strict=True):
             assert with_it.total_bytes / held.total_bytes == pytest.approx(1.3, rel=0.01)
     tight = there.model_copy(update={"memory": there.memory_reserve + round(1.1 * plain[0].peak_bytes)})
-    kept = search(training, tight, tight.links(tmp_path), 1).proposals[0]
+    kept = search(Evaluator(training, tight, tight.links(tmp_path)), 1).proposals[0]
     assert kept.parallel == plain[0].parallel
     correction = Correction.load(tmp_path / "m.json")
-    assert search(training, tight, tight.links(tmp_path), 1, correction=correction).proposals[0] != kept
+    assert search(Evaluator(training, tight, tight.links(tmp_path), correction=correction), 1).proposals[0] != kept

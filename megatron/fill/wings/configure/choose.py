@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure.cluster import Cluster
-from megatron.fill.wings.configure.correction import Correction
 from megatron.fill.wings.configure.dedicate import anneal
 from megatron.fill.wings.configure.energy import Energy
-from megatron.fill.wings.configure.flags import Training
-from megatron.fill.wings.configure.links import Links
-from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.configure.rows import in_rows
 from megatron.fill.wings.configure.search import Evaluator, Proposal, search
-from megatron.fill.wings.configure.space import divisors, padded
+from megatron.fill.wings.configure.space import divisors
 from megatron.fill.wings.configure.value import Objective, Valued, valued
 from megatron.fill.wings.sim.values import FillKind
 
@@ -37,19 +32,15 @@ class Choice:
 
 
 def choose(
-    training: Training,
-    cluster: Cluster,
-    links: Links,
+    whole: Evaluator,
     kinds: Sequence[FillKind],
     objective: Objective,
     top: int,
-    seed: int = 0,
-    moves: int = 3000,
-    passes: Passes | None = None,
-    correction: Correction | None = None,
-    error: float = 0.0,
+    seed: int,
+    moves: int,
+    error: float,
 ) -> Choice:
-    """Return the best configurations by an objective.
+    """Return the best configurations of a training on a whole cluster by an objective.
 
     On a measured network the ranks of each row are put where the iteration of its first is shortest; its order is
     searched for the rows that are best in the cluster's own order.  *combined* and *cost* choose among the first
@@ -57,36 +48,30 @@ def choose(
 
     Args:
         seed: seed of the annealing; ``moves`` is the number of moves tried for a configuration.
-        passes: measured passes; None for the analytic model.
-        correction: learned correction of the memory estimates.
         error: as ``search`` has it.
 
     Raises:
         ConfigError: nothing fits; the message names what excludes all.
     """
-    sizes = [cluster.nodes]
-    if objective is Objective.COST:
-        sizes = divisors(cluster.nodes)[::-1]
+    fewer = divisors(whole.cluster.nodes)[-2::-1] if objective is Objective.COST else []
     main = objective is Objective.MAIN
     pool = top if main else _POOL * top
     rows: list[tuple[Valued, ...]] = []
     configurations = timed = 0
     problem: ConfigError | None = None
-    for nodes in sizes:
-        gpus = nodes * cluster.gpus_per_node
-        there = links if nodes == cluster.nodes else links.first(gpus)
+    for nodes in (None, *fewer):
         try:
-            its = search(training, cluster, there, pool, gpus, passes, correction, error)
+            evaluator = whole.first(nodes) if nodes else whole
+            its = search(evaluator, pool, error)
         except ConfigError as refused:
             problem = problem or refused
             continue
         configurations += its.configurations
         timed += its.timed
         found: Sequence[tuple[Proposal, ...]] = its.rows
-        if cluster.measured is not None:
-            evaluator = Evaluator(training, cluster, there, passes, correction)
+        if whole.cluster.measured is not None:
             placed = [one for row in found for one in dedicated(evaluator, row, seed, moves)]
-            found = in_rows(placed, error, cluster.gpus_per_node)
+            found = in_rows(placed, error, whole.cluster.gpus_per_node)
         rows += (tuple(valued(one, kinds) for one in row) for row in found)
     if not rows:
         assert problem is not None
@@ -105,8 +90,7 @@ def _by_net(row: Sequence[Valued], error: float) -> tuple[Valued, ...]:
 def dedicated(evaluator: Evaluator, row: Sequence[Proposal], seed: int, moves: int) -> list[Proposal]:
     """With its ranks where annealing puts those of its first: each in its best order by the timeline, or as it was."""
     its, cluster = row[0].parallel, evaluator.cluster
-    model = padded(evaluator.training, its.tp)
-    energy = Energy(model, cluster.gpu, cluster.efficiency, its, evaluator.links, evaluator.passes)
+    energy = Energy(evaluator.models[its.tp], cluster.gpu, cluster.efficiency, its, evaluator.links, evaluator.passes)
     orders = anneal(energy, its, cluster.gpus_per_node, seed, moves).orders
     placed = []
     for one in row:

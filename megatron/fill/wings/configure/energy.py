@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.fill.wings.configure.latency import bound_ns, iteration
-from megatron.fill.wings.configure.layout import Layout, StageRoutes, both_ways, stage_routes
-from megatron.fill.wings.configure.links import Links, Route
+from megatron.fill.wings.configure.layout import Known, lay_out
+from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.many import ManyOrders
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.mainjob.hardware import GpuKind
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 
-_KEPT = 20_000  # entries of each cache; a few hundred bytes each
+_KEPT = 20_000  # routes that are kept; a few hundred bytes each
 
 
 class Energy:
@@ -34,34 +34,13 @@ class Energy:
         self._model, self._gpu, self._efficiency, self._its, self._links = model, gpu, efficiency, its, links
         self._passes = passes
         self._many: ManyOrders | None = None
-        self._stages: dict[tuple[int, ...], StageRoutes] = {}
-        self._boundaries: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[Route, Route], ...]] = {}
+        self._known = Known()
 
     def __call__(self, order: Sequence[int]) -> int:
-        its = self._its
-        size = its.tp * its.replicas
-        rows = [tuple(order[at : at + size]) for at in range(0, its.gpus, size)]
-        following = [*rows[1:], rows[0]] if its.pp > 1 else []
-        boundaries = [self._boundary(here, there) for here, there in zip(rows, following, strict=False)]
-        replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
-        ends = self._links.ring(zip(rows[0], rows[-1], strict=True)) if its.pp > 1 else Route()
-        layout = Layout(tuple(self._stage(row) for row in rows), replicas, ends)
-        return bound_ns(iteration(self._model, self._gpu, self._efficiency, its, layout, self._passes))
-
-    def _stage(self, ranks: tuple[int, ...]) -> StageRoutes:
-        if ranks not in self._stages:
-            if len(self._stages) >= _KEPT:
-                self._stages.clear()
-            self._stages[ranks] = stage_routes(self._links, self._its, ranks)
-        return self._stages[ranks]
-
-    def _boundary(self, here: tuple[int, ...], there: tuple[int, ...]) -> tuple[tuple[Route, Route], ...]:
-        key = here, there
-        if key not in self._boundaries:
-            if len(self._boundaries) >= _KEPT:
-                self._boundaries.clear()
-            self._boundaries[key] = both_ways(self._links, self._its, here, there)
-        return self._boundaries[key]
+        if len(self._known.stages) + len(self._known.boundaries) >= _KEPT:
+            self._known = Known()
+        layout = lay_out(self._links, self._its, order, self._known)
+        return bound_ns(iteration(self._model, self._gpu, self._efficiency, self._its, layout, self._passes))
 
     def least(self) -> int:
         """Lower bound in ns for any order: each link of the layout is the best available."""

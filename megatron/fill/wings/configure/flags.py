@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ _SWITCHES = {
     "--account-for-loss-in-pipeline-split": "loss_is_layer",
 }
 _RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has its own
-_UNTIMED = ("--expert-tensor-parallel-size",)  # weighed in memory and links, but not what such ranks gather
+_UNTIMED = "--expert-tensor-parallel-size"  # weighed in memory and links, but not what such ranks gather
 _RANK_ORDER = "--use-tp-pp-dp-mapping"
 _MODULES = "--recompute-modules"
 _WEIGHED = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
@@ -116,51 +116,45 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
     values: dict[str, int] = {}
     fixed: dict[str, Any] = {}
     others: list[str] = []
-    given = _pairs(tokens)
+    given = pairs(tokens)
     block = (_RECOMPUTE[0], ["block"]) in given
-    layout = _LAYOUT | _ENDS
     ignored: list[str] = []
     pattern = "1"
     later: int | None = None
     for flag, value in given:
+        text = " ".join(value or ())
         if not ran:
             check_name(flag, own)
+        if flag in _FIXED:
+            name, read = _FIXED[flag]
+            fixed[name] = read(flag, text)
+            ignored += [flag] if flag == _UNTIMED else []
+            continue
+        if flag == _LAYOUT_TEXT:
+            fixed["stage_layers"], later = _stage_layers(text)
+            continue
         if flag in _MODEL or flag in _NUMBERS:
-            values[flag] = _number(flag, value)
-        elif flag in layout:
-            fixed[layout[flag]] = _number(flag, value)
-            if flag in _UNTIMED:
-                ignored.append(flag)
-            continue
-        elif flag == _MODULES:
-            fixed["recompute_modules"] = _modules(value)
-            continue
-        elif flag == _LAYOUT_TEXT:
-            fixed["stage_layers"], later = _stage_layers(" ".join(value or ()))
-            continue
-        elif flag in _SWITCHES:
-            fixed[_SWITCHES[flag]] = True
-            continue
-        elif flag in ("--recompute-granularity", "--recompute-activations"):
-            fixed["recompute"] = Recompute.SELECTIVE if flag == "--recompute-activations" else _recompute(value)
-            continue
+            values[flag] = _number(flag, text)
         elif flag == _PATTERN:
-            pattern = " ".join(value or ())
+            pattern = text
         elif flag == _RANK_ORDER and ran:
             pass  # it decides links, not memory
-        elif not is_neutral(flag, " ".join(value or ())) and not (flag == _RECOMPUTE[1] and block):
+        elif flag == _RECOMPUTE[1] and block:
+            fixed["recomputed"] = _number(flag, text, least=0)
+        elif not is_neutral(flag, text):
             ignored.append(flag)
-        if flag in _RECOMPUTE:
-            if flag == _RECOMPUTE[1] and block:
-                fixed["recomputed"] = _number(flag, value, least=0)
-            continue
-        others += [flag] if value is None else [flag, *value]
+        if flag not in _RECOMPUTE:
+            others += [flag] if value is None else [flag, *value]
     if block:
         _check_block(fixed)
     selective = fixed.get("recompute") is Recompute.SELECTIVE
     if selective and any(flag in _RECOMPUTE for flag, _ in given) and not ran:
         raise ConfigError(f"{' or '.join(_RECOMPUTE)} with selective recomputation: expected --recompute-modules alone")
-    _fill_vocabulary(values, {flag: " ".join(value or ()) for flag, value in given})
+    if "--padded-vocab-size" in values:
+        values["--vocab-size"] = values["--padded-vocab-size"]
+    tokenizer = " ".join(dict(given).get("--tokenizer-type") or ())
+    if tokenizer in _VOCABULARIES:
+        values.setdefault("--vocab-size", _VOCABULARIES[tokenizer])
     for flag in (*_NEEDED, "--global-batch-size"):
         if flag not in values:
             unless = ", unless --tokenizer-type says how large it is" if flag == "--vocab-size" else ""
@@ -199,12 +193,12 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             f"{_MODULES} has mlp: expected --disable-bias-linear with it, as the backward pass of an MLP that is "
             "computed again and has biases never ends in Megatron"
         )
-    if "chunk_layers" in fixed and not fixed.keys().isdisjoint(_ENDS.values()):
-        raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage with {' or '.join(_ENDS)}: expected "
-            "--num-virtual-stages-per-pipeline-rank in its place"
-        )
     if "chunk_layers" in fixed:
+        if not fixed.keys().isdisjoint(_ENDS.values()):
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage with {' or '.join(_ENDS)}: expected "
+                "--num-virtual-stages-per-pipeline-rank in its place"
+            )
         per_chunk = fixed.pop("chunk_layers")
         stages = fixed.get("pp")
         if stages is None or fields["layers"] % (stages * per_chunk):
@@ -283,22 +277,13 @@ def _check_layout(fixed: dict[str, Any], layers: int) -> None:
     fixed["chunks"] = len(counts) // stages
 
 
-def _fill_vocabulary(values: dict[str, int], given: Mapping[str, str]) -> None:
-    """Add the vocabulary that a tokenizer's name says, or the size that is given after padding."""
-    if "--padded-vocab-size" in values:
-        values["--vocab-size"] = values["--padded-vocab-size"]
-    known = _VOCABULARIES.get(given.get("--tokenizer-type", ""))
-    if known is not None:
-        values.setdefault("--vocab-size", known)
-
-
 def check_whole(training: Training, tokens: Sequence[str]) -> None:
     """Check that the flags of full recomputation are all there, where no others are added.
 
     Raises:
         ConfigError: one that Megatron needs with the others is missing.
     """
-    given = {flag for flag, _ in _pairs(tokens)}
+    given = {flag for flag, _ in pairs(tokens)}
     for flag in _RECOMPUTE:
         if training.fixed.get("recompute") is Recompute.FULL and flag not in given:
             raise ConfigError(f"--recompute-granularity is full without {flag}; expected both")
@@ -349,23 +334,26 @@ def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:
     return flags
 
 
-def _pairs(tokens: Sequence[str]) -> list[tuple[str, list[str] | None]]:
-    """Each flag with its values, None for a switch."""
-    pairs: list[tuple[str, list[str] | None]] = []
+def pairs(tokens: Sequence[str]) -> list[tuple[str, list[str] | None]]:
+    """Return each flag with its values, None for a switch.
+
+    Raises:
+        ConfigError: the first token is no flag.
+    """
+    found: list[tuple[str, list[str] | None]] = []
     for token in tokens:
         if token.startswith("--"):
             flag, equals, value = token.partition("=")
-            pairs.append((flag, [value] if equals else None))
-        elif not pairs:
+            found.append((flag, [value] if equals else None))
+        elif not found:
             raise ConfigError(f"{token!r} belongs to no flag; expected Megatron's flags after --")
         else:
-            flag, values = pairs[-1]
-            pairs[-1] = flag, [*(values or ()), token]
-    return pairs
+            flag, values = found[-1]
+            found[-1] = flag, [*(values or ()), token]
+    return found
 
 
-def _number(flag: str, value: list[str] | None, least: int = 1) -> int:
-    text = " ".join(value or ())
+def _number(flag: str, text: str, least: int = 1) -> int:
     if not (text.isdecimal() and text.isascii() and least <= int(text) < 1 << 31):
         raise ConfigError(f"{flag} is {text[:60]!r}: expected a whole number {'from 0' if least == 0 else 'above 0'}")
     return int(text)
@@ -382,17 +370,26 @@ def _check_block(fixed: dict[str, Any]) -> None:
         fixed["recompute"] = Recompute.NONE
 
 
-def _modules(value: list[str] | None) -> tuple[str, ...]:
-    modules = re.findall(r"[^\s\[\],\"']+", " ".join(value or ())) or [""]
+def _modules(flag: str, text: str) -> tuple[str, ...]:
+    modules = re.findall(r"[^\s\[\],\"']+", text) or [""]
     for module in modules:
         if module not in _WEIGHED:
             known = ", ".join(_WEIGHED)
-            raise ConfigError(f"{_MODULES} has {module[:60]!r}: expected some of {known}; no other is weighed")
+            raise ConfigError(f"{flag} has {module[:60]!r}: expected some of {known}; no other is weighed")
     return tuple(modules)
 
 
-def _recompute(value: list[str] | None) -> Recompute:
-    text = " ".join(value or ())
+def _recompute(flag: str, text: str) -> Recompute:
     if text not in ("selective", "full"):
-        raise ConfigError(f"--recompute-granularity is {text[:60]!r}: expected selective or full")
+        raise ConfigError(f"{flag} is {text[:60]!r}: expected selective or full")
     return Recompute(text)
+
+
+# Flags of a layout: the field of ``Parallel`` that each fixes, and the reader of its value.
+_FIXED: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    **{flag: (name, _number) for flag, name in (_LAYOUT | _ENDS).items()},
+    **{flag: (name, lambda flag, text: True) for flag, name in _SWITCHES.items()},
+    _MODULES: ("recompute_modules", _modules),
+    "--recompute-granularity": ("recompute", _recompute),
+    "--recompute-activations": ("recompute", lambda flag, text: Recompute.SELECTIVE),
+}

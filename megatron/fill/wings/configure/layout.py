@@ -8,7 +8,7 @@ expert next to each other, then the expert-parallel ones, then those that have t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.fill.wings.configure.links import Edge, Links, Route
 from megatron.fill.wings.mainjob.parallel import Parallel
@@ -41,44 +41,51 @@ class Layout:
     """A rank order's links.
 
     Attributes:
-        stages: per stage.
         replicas: the data-parallel replicas whose links differ: per stage, to the next stage (from the last to the
             first, for chunks) and from there back.
-        ends: between the first and the last stage, for a tied embedding.
-        rendezvous: as of ``Links``.
     """
 
     stages: tuple[StageRoutes, ...]
     replicas: tuple[tuple[tuple[Route, Route], ...], ...]
-    ends: Route
-    rendezvous: bool = False
+    ends: Route  # between the first and the last stage, for a tied embedding
+    rendezvous: bool = False  # as of ``Links``
 
 
-def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None) -> Layout:
+@dataclass(slots=True)
+class Known:
+    """Routes that were looked up, by the physical ranks of one stage and of two."""
+
+    stages: dict[object, StageRoutes] = field(default_factory=dict)
+    boundaries: dict[object, tuple[tuple[Route, Route], ...]] = field(default_factory=dict)
+
+
+def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None, known: Known | None = None) -> Layout:
     """The links that are used.
 
     Args:
         order: the physical rank of each logical one; None for the same.
+        known: routes of other orders of the same configuration, to which those of this one are added.
     """
     size = its.tp * its.replicas
     ranks = range(its.gpus) if order is None else order
     stages = [tuple(ranks[stage * size : (stage + 1) * size]) for stage in range(its.pp)]
-    routes: dict[int, StageRoutes] = {}
-    onward: dict[int, tuple[tuple[Route, Route], ...]] = {}
+    known = known or Known()
     # where the network repeats itself, a stage or two have the links of those before them
-    keys = [stage[0] % links.period if order is None and links.period else at for at, stage in enumerate(stages)]
-    for at, key in enumerate(keys):
-        if key not in routes:
-            routes[key] = stage_routes(links, its, stages[at])
-        if key not in onward and at + 1 < its.pp:
-            onward[key] = both_ways(links, its, stages[at], stages[at + 1])
-    boundaries = [onward[key] for key in keys[:-1]]
-    ends = Route()
-    if its.pp > 1:
-        boundaries.append(both_ways(links, its, stages[-1], stages[0]))
-        ends = links.ring(zip(stages[0], stages[-1], strict=True))
+    repeats = order is None and links.period
+    keys: list[object] = [stage[0] % links.period if repeats else stage for stage in stages]
+    for key, stage in zip(keys, stages, strict=True):
+        if key not in known.stages:
+            known.stages[key] = stage_routes(links, its, stage)
+    boundaries = []
+    for here in range(its.pp if its.pp > 1 else 0):
+        there = (here + 1) % its.pp
+        both = keys[here], keys[there], there == 0
+        if both not in known.boundaries:
+            known.boundaries[both] = both_ways(links, its, stages[here], stages[there])
+        boundaries.append(known.boundaries[both])
+    ends = links.ring(zip(stages[0], stages[-1], strict=True)) if its.pp > 1 else Route()
     replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
-    return Layout(tuple(routes[key] for key in keys), replicas, ends, links.rendezvous)
+    return Layout(tuple(known.stages[key] for key in keys), replicas, ends, links.rendezvous)
 
 
 def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRoutes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training
-from megatron.fill.wings.configure.search import Evaluator, Proposal, search
+from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.configure.value import Valued, fill_kinds, valued
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
-from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.mainjob.parallel import Recompute
 
 _MOST_NODES = 4096
 _ONE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
@@ -30,8 +29,9 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
     Raises:
         ConfigError: a name is not known, or the layout is invalid or does not fit, or the file is wrong.
     """
-    for option, name, known in (("--gpu", gpu, GPUS), ("--network", network, NETWORKS)):
-        _check_known(option, name, list(known))
+    for option, name, known in (("--gpu", gpu, list(GPUS)), ("--network", network, list(NETWORKS))):
+        if name not in known:
+            raise ConfigError(f"{option} is {name!r}: expected one of {', '.join(known)}")
     fixed: dict[str, Any] = dict.fromkeys(_ONE, 1) | {"recompute": Recompute.NONE} | dict(training.fixed)
     stages = fixed["pp"] * fixed["chunks"]
     counted = training.model.layers + sum(name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
@@ -49,20 +49,11 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
         raise ConfigError(f"--gpus is {count}: expected a multiple of the {node} of a node")
     cluster = Cluster(nodes=count // node, gpus_per_node=node, gpu=GPUS[gpu], network=NETWORKS[network])
     held = Training(training.model, training.global_batch, training.precision, fixed, training.others)
-    links = cluster.links(Path())
-    proposal = search(held, cluster, links, 1).proposals[0]
-    if schedule is not None:
-        proposal = _by_file(Evaluator(held, cluster, links), proposal.parallel, schedule)
-    return valued(proposal, fill_kinds(cluster.gpu, None))
-
-
-def _by_file(evaluator: Evaluator, its: Parallel, schedule: Path) -> Proposal:
-    found = evaluator.proposal(evaluator.iteration(replace(its, schedule=str(schedule.resolve()))))
-    if found is None:
-        raise ConfigError(f"{schedule}: it holds more activations than fit {evaluator.cluster.gpu.name}: expected less")
-    return found
-
-
-def _check_known(option: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise ConfigError(f"{option} is {name!r}: expected one of {', '.join(known)}")
+    evaluator = Evaluator(held, cluster, cluster.links(Path()))
+    found, kinds = search(evaluator, 1).proposals[0], fill_kinds(cluster.gpu, None)
+    if schedule is None:
+        return valued(found, kinds)
+    by_file = evaluator.proposal(evaluator.iteration(replace(found.parallel, schedule=str(schedule.resolve()))))
+    if by_file is None:
+        raise ConfigError(f"{schedule}: it holds more activations than fit {gpu}: expected less")
+    return valued(by_file, kinds)

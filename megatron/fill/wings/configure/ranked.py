@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.fill.wings.configure.cluster import Cluster
-from megatron.fill.wings.configure.flags import Training
 from megatron.fill.wings.configure.latency import stage_times
-from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.configure.rows import safer
-from megatron.fill.wings.configure.search import Proposal
-from megatron.fill.wings.configure.space import padded
+from megatron.fill.wings.configure.search import Evaluator, Proposal
 from megatron.fill.wings.configure.value import Valued
 from megatron.fill.wings.mainjob.hardware import GIB
 
@@ -45,25 +41,23 @@ def ranks(values: Sequence[float], error: float = ERROR) -> list[int]:
     return found
 
 
-def parts(proposal: Proposal, training: Training, cluster: Cluster, passes: Passes | None) -> Parts:
+def parts(proposal: Proposal, evaluator: Evaluator) -> Parts:
     """Split an iteration of a configuration."""
-    its = proposal.parallel
+    its, cluster = proposal.parallel, evaluator.cluster
     alone = [(0.0, 0.0)] * its.pp  # seconds exchanged in a pass
-    stages = stage_times(padded(training, its.tp), cluster.gpu, cluster.efficiency, its, alone, passes)
+    stages = stage_times(evaluator.models[its.tp], cluster.gpu, cluster.efficiency, its, alone, evaluator.passes)
     passes_s = its.microbatches * sum(one.forward_ns + one.backward_ns for one in stages) / its.pp / 1e9
     bubbles_s = proposal.bubble_share * proposal.iteration_s
     return Parts(passes_s, bubbles_s, proposal.iteration_s - passes_s - bubbles_s)
 
 
-def why(
-    first: Valued, second: Valued, training: Training, cluster: Cluster, passes: Passes | None, by_time: bool = True
-) -> str:
+def why(first: Valued, second: Valued, evaluator: Evaluator, by_time: bool = True) -> str:
     """Differences of one configuration to another: time by parts, memory, and fill work.
 
     Args:
         by_time: they are ranked by time: then also what makes the first safer, if it is longer.
     """
-    one, other = (parts(each.proposal, training, cluster, passes) for each in (first, second))
+    one, other = (parts(each.proposal, evaluator) for each in (first, second))
     seconds = {
         "bubbles": one.bubbles_s - other.bubbles_s,
         "communication and step": one.step_s - other.step_s,
@@ -76,5 +70,5 @@ def why(
     named += [f"fill {gpus:+.2f} GPUs"] if abs(gpus) >= _LEAST_GPUS else []
     said = ", ".join(named) or "no difference"
     longer = by_time and first.proposal.iteration_s > second.proposal.iteration_s
-    reason = safer(first.proposal, second.proposal, cluster.gpus_per_node) if longer else ""
+    reason = safer(first.proposal, second.proposal, evaluator.cluster.gpus_per_node) if longer else ""
     return f"{said}; tied in time, {reason}" if reason else said

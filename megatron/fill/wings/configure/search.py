@@ -124,6 +124,7 @@ class Evaluator:
         ConfigError: the GPUs have no such numbers.
 
     Attributes:
+        models: the model by tensor parallelism, as Megatron pads it and these GPUs compute it.
         kinds: recomputation that a configuration may have, the least first.
     """
 
@@ -141,14 +142,19 @@ class Evaluator:
         self.passes = passes
         self.correction = correction
         self._layouts: dict[tuple[int | None, ...], Layout] = {}
-        self._models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
-        if self._models[1].kernels.fp8 and 0 < cluster.gpu.capability < _HAS_FP8:
+        self.models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
+        if self.models[1].kernels.fp8 and 0 < cluster.gpu.capability < _HAS_FP8:
             raise ConfigError(
                 f"--fp8-format on {cluster.gpu.name}: expected GPUs of compute capability {_HAS_FP8} or more, such as "
                 "Hopper's, as Transformer Engine does"
             )
-        self.margins = margins(self._models[1], correction is not None, training.others)
-        self.kinds = recomputations(self._models[1], training.fixed)
+        self.margins = margins(self.models[1], correction is not None, training.others)
+        self.kinds = recomputations(self.models[1], training.fixed)
+
+    def first(self, nodes: int) -> Evaluator:
+        """Return the evaluator of the first nodes alone."""
+        cluster = self.cluster.model_copy(update={"nodes": nodes})
+        return Evaluator(self.training, cluster, self.links.first(cluster.gpus), self.passes, self.correction)
 
     def _model(self, tp: int) -> ModelSpec:
         """The model on the cluster's GPUs, which may be too old for the attention that flags choose."""
@@ -159,7 +165,7 @@ class Evaluator:
 
     def least_bytes(self, its: Parallel) -> int:
         """Least bytes that the fullest GPU holds."""
-        least = least_bytes(self._models[its.tp], its)
+        least = least_bytes(self.models[its.tp], its)
         return least if self.correction is None else int(least * self.correction.least_factor)
 
     def iteration(self, its: Parallel, order: Sequence[int] | None = None) -> Iteration:
@@ -171,7 +177,7 @@ class Evaluator:
             if shape not in self._layouts:
                 self._layouts[shape] = lay_out(self.links, its)
             layout = self._layouts[shape]
-        model, cluster = self._models[its.tp], self.cluster
+        model, cluster = self.models[its.tp], self.cluster
         return iteration(model, cluster.gpu, cluster.efficiency, its, layout, self.passes)
 
     def fits(self, held_bytes: int) -> bool:
@@ -189,22 +195,22 @@ class Evaluator:
 
     def held(self, its: Parallel) -> tuple[tuple[StageMemory, ...], Margins]:
         """Memory of a GPU of each stage, and the interval of the fullest one's peak."""
-        held = memory(self._models[its.tp], its)
+        held = memory(self.models[its.tp], its)
         if self.correction is not None:
-            held = self.correction.corrected(self._models[its.tp], its, held)
+            held = self.correction.corrected(self.models[its.tp], its, held)
         return held, self._interval(its, max(one.total_bytes for one in held))
 
     def _interval(self, its: Parallel, peak_bytes: int) -> Margins:
         """The interval of a layout's peak, up to that of unfused attention where flags leave it open."""
-        model = self._models[its.tp]
+        model = self.models[its.tp]
         if not model.kernels.undecided or self.correction is not None:
             return self.margins
         most = max(one.total_bytes for one in memory(unfused(model), its))
         return replace(self.margins, high=self.margins.high * max(1.0, most / peak_bytes))
 
-    def candidates(self, gpus: int, excluded: Counter[str]) -> Iterator[Parallel]:
+    def candidates(self, excluded: Counter[str]) -> Iterator[Parallel]:
         """Those that may fit; each with the least recomputation with which it does."""
-        for its in layouts(self.training, gpus, self.cluster.gpus_per_node, excluded):
+        for its in layouts(self.training, self.cluster.gpus, self.cluster.gpus_per_node, excluded):
             if self.passes is not None and its.tp not in self.passes.tensors:
                 excluded[f"--profile has no run with --tensor-model-parallel-size {its.tp}"] += 1
                 continue
@@ -216,32 +222,19 @@ class Evaluator:
                 excluded[_MEMORY] += 1
 
 
-def search(
-    training: Training,
-    cluster: Cluster,
-    links: Links,
-    top: int = 10,
-    gpus: int | None = None,
-    passes: Passes | None = None,
-    correction: Correction | None = None,
-    error: float = 0.0,
-) -> Found:
+def search(evaluator: Evaluator, top: int = 10, error: float = 0.0) -> Found:
     """The best layouts, each with its best numbers of virtual stages; ranks in the cluster's own order.
 
     Args:
         top: number of rows.
         error: share of a time within which the order of two is not known; rows have what ties with their best.
-        gpus: number of GPUs to use; None for all of the cluster.
-        passes: measured passes; None for the analytic model.
-        correction: learned correction of the memory estimates.
 
     Raises:
         ConfigError: none fits; the message names what excludes them.
     """
-    evaluator = Evaluator(training, cluster, links, passes, correction)
     excluded: Counter[str] = Counter()
     bounded = []
-    for number, its in enumerate(evaluator.candidates(gpus or cluster.gpus, excluded)):
+    for number, its in enumerate(evaluator.candidates(excluded)):
         times = evaluator.iteration(its)
         bounded.append((bound_ns(times), number, times))
     bounded.sort(key=lambda one: one[:2])
@@ -268,8 +261,8 @@ def search(
                 last_ns = max(ordered[top - 1], tied * ordered[0])
             found = [its for its in (*found, one) if its.timeline.period_ns <= most_ns(its.parallel)]
     if not found:
-        raise ConfigError(_nothing(evaluator, excluded, gpus or cluster.gpus))
-    rows = in_rows(found, error, cluster.gpus_per_node)[:top]
+        raise ConfigError(_nothing(evaluator, excluded))
+    rows = in_rows(found, error, evaluator.cluster.gpus_per_node)[:top]
     return Found(tuple(rows), configurations, timed, excluded)
 
 
@@ -285,16 +278,17 @@ def _with_recompute(evaluator: Evaluator, times: Iteration, excluded: Counter[st
         excluded[_MEMORY] += 1
 
 
-def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
+def _nothing(evaluator: Evaluator, excluded: Counter[str]) -> str:
     """Reason why no configuration fits."""
     cluster = evaluator.cluster
-    head = f"no configuration of these flags fits {gpus} x {cluster.gpu.name}"
+    where = f"{cluster.gpus} x {cluster.gpu.name}"
+    head = f"no configuration of these flags fits {where}"
     if excluded[_MEMORY]:
         tensors = evaluator.passes.tensors if evaluator.passes else range(1, cluster.gpus_per_node + 1)
         its = min(
             (
                 replace(one, recompute=evaluator.kinds[-1])
-                for one in layouts(evaluator.training, gpus, cluster.gpus_per_node, Counter())
+                for one in layouts(evaluator.training, cluster.gpus, cluster.gpus_per_node, Counter())
                 if one.tp in tensors
             ),
             key=evaluator.least_bytes,
@@ -311,6 +305,6 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
     if excluded.total() == 1:
         (reason,) = excluded
         expected = "" if "expected" in reason else "expected that "
-        return f"this layout does not go on {gpus} x {cluster.gpu.name}: {expected}{reason}"
+        return f"this layout does not go on {where}: {expected}{reason}"
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

@@ -1,115 +1,18 @@
-"""Analytical times of the parts of a training's iteration.
+"""Analytical times of a stage's passes, for the simulator, and the bytes that ranks exchange.
 
-A pass takes the time of its floating-point operations at a share of the GPU's peak (``efficiency``), plus that of the
-all-reduces of tensor parallelism; nothing is fitted to measurements.  The embedding's look-up, losses and layer norms
-are neglected; ``roofline`` counts them, operation by operation.
-
-Ranks are laid out as in Megatron: tensor-parallel ranks next to each other, then data-parallel ones, then stages.
+A pass takes the time of its floating-point operations at a share of the GPU's peak (``efficiency``), plus that of what
+ranks exchange in it; nothing is fitted to measurements.  The embedding's look-up, losses and layer norms are neglected;
+``roofline``, which ``pipefill configure`` uses, counts them, operation by operation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron.fill.pipeline.costs import PipelineCosts, StageCost
-from megatron.fill.wings.mainjob.hardware import GpuKind, Network
-from megatron.fill.wings.mainjob.memory import stage_parameters
+from megatron.fill.pipeline.costs import StageCost
+from megatron.fill.wings.mainjob.hardware import GpuKind
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
 ALL_REDUCES = 2  # tensor-parallel all-reduces per layer and pass: after the attention and after the MLP
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """The times of a training's parts, from its shape; ``MainJob`` explains the fields."""
-
-    model: ModelSpec
-    gpu: GpuKind
-    network: Network
-    parallel: Parallel
-    efficiency: float
-    overlap_grad_reduce: float
-    optimizer_passes_bytes: float
-
-    def pipeline(self) -> PipelineCosts:
-        """Return the costs of one iteration."""
-        its = self.parallel
-        counts = zip(its.layers(self.model), its.dense_layers(self.model), strict=True)
-        last = its.pp * its.chunks - 1
-        return PipelineCosts(
-            tuple(self.stage(every, at == last, dense) for at, (every, dense) in enumerate(counts)),
-            _ns(self.p2p_s()),
-            tuple(_ns(self.reduce_s(rank)) for rank in range(its.pp)),
-            tuple(_ns(self.optimizer_s(rank)) for rank in range(its.pp)),
-        )
-
-    def stage(self, layers: int, is_last: bool, dense: int = 0) -> StageCost:
-        """Return the costs of one microbatch on a virtual stage with this number of layers.
-
-        Args:
-            dense: number of them without experts, where others have some.
-        """
-        both_s = (ALL_REDUCES * self._tensor_all_reduce_s(),) * 2
-        its = self.gpu, self.parallel, self.efficiency
-        own = stage_cost(self.model, *its, layers - dense, is_last, *both_s, dense)
-        return added(own, stage_cost(self.model.bare, *its, dense, False, *both_s)) if dense else own
-
-    def _tensor_all_reduce_s(self) -> float:
-        """Return the seconds of one all-reduce, or of the reduce-scatter and all-gather of sequence parallelism.
-
-        A group larger than a node has the nodes to itself: one link of its ring leaves each node.
-        """
-        tp = self.parallel.tp
-        return self.network.all_reduce_s(
-            boundary_bytes(self.model, self.parallel), tp, tp > self.network.gpus_per_node, 1
-        )
-
-    def p2p_s(self) -> float:
-        """Return the seconds of a transfer between neighbouring stages, while all ranks of a stage send at once."""
-        if self.parallel.pp == 1:
-            return 0.0
-        return (
-            p2p_bytes(self.model, self.parallel) / self.network.bandwidth(*self._between_stages())
-            + self.network.latency_s
-        )
-
-    def _between_stages(self) -> tuple[bool, int]:
-        """Return True if the training spans nodes, and the number of a node's ranks that send to the next stage."""
-        its, node = self.parallel, self.network.gpus_per_node
-        return its.gpus > node, min(its.tp * its.replicas, node)
-
-    def _data_parallel(self) -> tuple[bool, int]:
-        """Return True if data-parallel groups span several nodes, and the number of rings that then leave a node."""
-        its, node = self.parallel, self.network.gpus_per_node
-        return its.tp * its.replicas > node, min(its.tp, node)
-
-    def reduce_s(self, rank: int) -> float:
-        """Return the seconds to reduce gradients over data-parallel ranks, and a tied embedding's over its two stages.
-
-        With the distributed optimizer the former is a reduce-scatter: half of an all-reduce.
-        """
-        its, model = self.parallel, self.model
-        size = stage_parameters(model, its, rank) * its.precision.gradient_bytes
-        reduce_s = self.network.all_reduce_s(size, its.replicas, *self._data_parallel())
-        if its.distributed_optimizer:
-            reduce_s /= 2
-        reduce_s *= 1 - self.overlap_grad_reduce
-        if rank in (its.placement[0], its.placement[-1]):
-            size = tied_embedding_bytes(model, its)
-            reduce_s += self.network.all_reduce_s(size, 2, *self._between_stages()) if size else 0.0
-        return reduce_s
-
-    def optimizer_s(self, rank: int) -> float:
-        """Return the seconds of an optimizer step, from its memory traffic, and of gathering weights if distributed."""
-        its = self.parallel
-        parameters = stage_parameters(self.model, its, rank)
-        step_s = parameters * self.optimizer_passes_bytes / self.gpu.memory_bandwidth
-        if not its.distributed_optimizer:
-            return step_s
-        weights = parameters * its.precision.weight_bytes
-        gather_s = self.network.all_reduce_s(weights, its.replicas, *self._data_parallel()) / 2
-        return step_s / its.replicas + gather_s
 
 
 def stage_cost(

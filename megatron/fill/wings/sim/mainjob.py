@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.fill.pipeline.bubbles import bubble_cycle, bubble_share, peak_activation_bytes
-from megatron.fill.pipeline.costs import PipelineCosts
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.timeline import Timeline, simulate
-from megatron.fill.wings.mainjob.analytic import CostModel
+from megatron.fill.wings.mainjob.analytic import (
+    ALL_REDUCES,
+    added,
+    boundary_bytes,
+    p2p_bytes,
+    stage_cost,
+    tied_embedding_bytes,
+)
 from megatron.fill.wings.mainjob.hardware import GIB, GpuKind, Network
-from megatron.fill.wings.mainjob.memory import StageMemory, activation_bytes, stage_memory
+from megatron.fill.wings.mainjob.memory import StageMemory, activation_bytes, stage_memory, stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.order import order_of
 from megatron.fill.wings.mainjob.parallel import Parallel
@@ -21,6 +28,8 @@ from megatron.fill.wings.sim.values import DeviceGroup
 @dataclass(frozen=True, slots=True)
 class MainJob:
     """A pipeline-parallel training on a cluster.
+
+    Ranks are laid out as in Megatron: tensor-parallel ranks next to each other, then data-parallel ones, then stages.
 
     Attributes:
         efficiency: achieved fraction of ``GpuKind.peak_flops`` in a pass's computation, in any precision; communication
@@ -115,18 +124,75 @@ class MainJob:
         return free + (memory.optimizer_bytes if self.offload_optimizer else 0)
 
     def costs(self) -> PipelineCosts:
-        costs = CostModel(
-            self.model,
-            self.gpu,
-            self.network,
-            self.parallel,
-            self.efficiency,
-            self.overlap_grad_reduce,
-            self.optimizer_passes_bytes,
-        ).pipeline()
+        """Return the costs of one iteration."""
+        its = self.parallel
+        counts = zip(its.layers(self.model), its.dense_layers(self.model), strict=True)
+        last = its.pp * its.chunks - 1
+        costs = PipelineCosts(
+            tuple(self._stage(every, at == last, dense) for at, (every, dense) in enumerate(counts)),
+            _ns(self._p2p_s()),
+            tuple(_ns(self._reduce_s(rank)) for rank in range(its.pp)),
+            tuple(_ns(self._optimizer_s(rank)) for rank in range(its.pp)),
+        )
         for stage, factor in self.stragglers:
-            costs = costs.slowed(stage, factor, self.parallel.held(stage))
+            costs = costs.slowed(stage, factor, its.held(stage))
         return costs
+
+    def _stage(self, layers: int, is_last: bool, dense: int) -> StageCost:
+        """Return the costs of one microbatch on a virtual stage with so many layers, ``dense`` of them without experts.
+
+        Tensor-parallel ranks reduce, or with sequence parallelism scatter and gather, which takes as long.  A group
+        larger than a node has the nodes to itself: one link of its ring leaves each node.
+        """
+        tp, size = self.parallel.tp, boundary_bytes(self.model, self.parallel)
+        reduce_s = self.network.all_reduce_s(size, tp, tp > self.network.gpus_per_node, 1)
+        both_s = (ALL_REDUCES * reduce_s,) * 2
+        its = self.gpu, self.parallel, self.efficiency
+        own = stage_cost(self.model, *its, layers - dense, is_last, *both_s, dense)
+        return added(own, stage_cost(self.model.bare, *its, dense, False, *both_s)) if dense else own
+
+    def _p2p_s(self) -> float:
+        """Return the seconds of a transfer between neighbouring stages, while all ranks of a stage send at once."""
+        if self.parallel.pp == 1:
+            return 0.0
+        size = p2p_bytes(self.model, self.parallel)
+        return size / self.network.bandwidth(*self._between_stages()) + self.network.latency_s
+
+    def _between_stages(self) -> tuple[bool, int]:
+        """Return True if the training spans nodes, and the number of a node's ranks that send to the next stage."""
+        its, node = self.parallel, self.network.gpus_per_node
+        return its.gpus > node, min(its.tp * its.dp, node)
+
+    def _data_parallel(self) -> tuple[bool, int]:
+        """Return True if data-parallel groups span several nodes, and the number of rings that then leave a node."""
+        its, node = self.parallel, self.network.gpus_per_node
+        return its.tp * its.dp > node, min(its.tp, node)
+
+    def _reduce_s(self, rank: int) -> float:
+        """Return the seconds to reduce gradients over data-parallel ranks, and a tied embedding's over its two stages.
+
+        With the distributed optimizer the former is a reduce-scatter: half of an all-reduce.
+        """
+        its, model = self.parallel, self.model
+        size = stage_parameters(model, its, rank) * its.precision.gradient_bytes
+        reduce_s = self.network.all_reduce_s(size, its.dp, *self._data_parallel())
+        if its.distributed_optimizer:
+            reduce_s /= 2
+        reduce_s *= 1 - self.overlap_grad_reduce
+        if rank in (its.placement[0], its.placement[-1]):
+            size = tied_embedding_bytes(model, its)
+            reduce_s += self.network.all_reduce_s(size, 2, *self._between_stages()) if size else 0.0
+        return reduce_s
+
+    def _optimizer_s(self, rank: int) -> float:
+        """Return the seconds of an optimizer step, from its memory traffic, and of gathering weights if distributed."""
+        its = self.parallel
+        parameters = stage_parameters(self.model, its, rank)
+        step_s = parameters * self.optimizer_passes_bytes / self.gpu.memory_bandwidth
+        if not its.distributed_optimizer:
+            return step_s
+        weights = parameters * its.precision.weight_bytes
+        return step_s / its.dp + self.network.all_reduce_s(weights, its.dp, *self._data_parallel()) / 2
 
     def timeline(self) -> Timeline:
         return _timeline(self.schedule, self.costs(), self.rendezvous)
@@ -147,6 +213,10 @@ class MainJob:
             DeviceGroup(f"stage {stage}", count, bubble_cycle(timeline, stage, self.free_bytes(stage)))
             for stage in range(self.parallel.pp)
         )
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 _schedule = lru_cache(maxsize=64)(order_of)

@@ -83,6 +83,7 @@ def configure(
     from megatron.fill.wings.configure.launch import write_launch
     from megatron.fill.wings.configure.passes import load_passes
     from megatron.fill.wings.configure.ranked import ERROR, MODEL_ERROR, why
+    from megatron.fill.wings.configure.search import Evaluator
     from megatron.fill.wings.configure.value import Objective, fill_kinds
 
     if objective not in list(Objective):
@@ -98,11 +99,12 @@ def configure(
     passes = load_passes(profile, training) if profile else None
     correction = None if memory_model is None else Correction.load(memory_model)
     error = MODEL_ERROR if passes is None else ERROR
-    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction, error)
+    evaluator = Evaluator(training, there, links, passes, correction)
+    choice = choose(evaluator, kinds, Objective(objective), top, seed, moves, error)
     _print_choice(choice, there, Objective(objective), error)
     if len(choice.best) > 1:
         first, second = choice.best[:2]
-        reasons = why(first, second, training, there, passes, by_time=objective == Objective.MAIN)
+        reasons = why(first, second, evaluator, by_time=objective == Objective.MAIN)
         Console(highlight=False).print(f"Why row 1 before row 2: {reasons}.")
     _print_ignored(training, there.gpu)
     for one in passes.profiles if passes else ():
