@@ -25,36 +25,35 @@ class TaskMachine:
         self.task.context = context
         self.state = TaskState.SUBMITTED
         self.callback = ""  # name of the callback that was called last
-        self.enter: Callable[[], None] = lambda: None  # called before and after ``init``, the first use of the device
+        # Called before and after ``init``, the first use of the device, which may be the first to import PyTorch.
+        self.enter: Callable[[], None] = lambda: None
         self._pid = os.getpid()
 
     def create(self, args: dict[str, Any]) -> None:
         self._expect(TaskState.SUBMITTED, "create")
-        self._call(self.task.create, **args)
+        self.call(self.task.create, **args)
         self.state = TaskState.CREATED
 
     def load(self, state: dict[str, Any]) -> None:
         self._expect(TaskState.CREATED, "load_state_dict")
-        self._call(self.task.load_state_dict, state)
+        self.call(self.task.load_state_dict, state)
 
     def init(self) -> None:
         self._expect(TaskState.CREATED, "init")
         self.enter()
-        self._call(self.task.init)
+        self.call(self.task.init)
         self.enter()
         self.state = TaskState.PAUSED
 
     def start(self) -> None:
         self._expect(TaskState.PAUSED, "start")
-        self._call(self.task.start)
+        self.call(self.task.start)
         self.state = TaskState.RUNNING
 
     def run_next_step(self) -> float:
         """Run a step; return its work: StopIteration if nothing is left, TaskError if it returned something else."""
-        if self.state is not TaskState.RUNNING:
-            self._expect(TaskState.RUNNING, "run_next_step")
-        self.callback = "run_next_step"
-        work = self._call(self.task.run_next_step)
+        self._expect(TaskState.RUNNING, "run_next_step")
+        work = self.call(self.task.run_next_step)
         if work is None:
             return 1.0
         return _amount(work, "run_next_step() returned {}; expected the work done as a number, or None")
@@ -66,12 +65,12 @@ class TaskMachine:
 
     def pause(self) -> None:
         self._expect(TaskState.RUNNING, "pause")
-        self._call(self.task.pause)
+        self.call(self.task.pause)
         self.state = TaskState.PAUSED
 
     def shrink(self, memory_bytes: int) -> bool:
         self._expect(TaskState.PAUSED, "shrink")
-        return bool(self._call(self.task.shrink, memory_bytes))
+        return bool(self.call(self.task.shrink, memory_bytes))
 
     @property
     def resumable(self) -> bool:
@@ -81,7 +80,7 @@ class TaskMachine:
 
     def state_dict(self) -> dict[str, Any] | None:
         self.callback = "state_dict"
-        return self._call(self.task.state_dict)
+        return self.call(self.task.state_dict)
 
     def stop(self) -> None:
         """Stop the task, from any state; a second call does nothing."""
@@ -89,11 +88,12 @@ class TaskMachine:
             return
         self.callback = "stop"
         self.state = TaskState.STOPPED
-        self._call(self.task.stop)
+        self.call(self.task.stop)
 
-    def _call[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call[**P, T](self, code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call code of the task."""
         try:
-            return call(*args, **kwargs)
+            return code(*args, **kwargs)
         finally:
             if os.getpid() != self._pid:
                 end_forked(self.callback)

@@ -22,8 +22,9 @@ from megatron.fill.errors import TaskError
 from megatron.fill.linux import host
 from megatron.fill.linux.wakeup import readable
 from megatron.fill.sidetask.base import SideTask, TaskContext
-from megatron.fill.sidetask.blame import end_forked, task_traceback
+from megatron.fill.sidetask.blame import task_traceback
 from megatron.fill.sidetask.imperative import ImperativeTask
+from megatron.fill.sidetask.machine import TaskMachine
 
 _PAUSE = signal.SIGUSR2
 _SLICE_S = 0.001  # duration of a step
@@ -148,16 +149,16 @@ class _Workload:
     def __init__(
         self, task: ImperativeTask, context: TaskContext, enter: Callable[[], None], listen: int, tell: int
     ) -> None:
-        self.task, self._enter = task, enter
-        self._listen_fd, self._tell_fd = listen, tell
+        self.task, self._listen_fd, self._tell_fd = task, listen, tell
         self._pid = os.getpid()
         self._busy = True  # in code that a pause must not interrupt
         self._wanted = False  # a pause was requested in the meantime
-        self._callback = "create"
         given = {field.name: getattr(context, field.name) for field in fields(TaskContext)}
         # This process must not interrupt the worker's own use of the device.
-        task.context = told = _Told(**given | {"aside": nullcontext})
+        told = _Told(**given | {"aside": nullcontext})
         told.workload = self
+        self._machine = TaskMachine(task, told)
+        self._machine.enter = enter
         task.count = lambda work: self.tell(work=work)
 
     def run(self, args: dict[str, Any]) -> NoReturn:
@@ -167,13 +168,12 @@ class _Workload:
         except _Stop:
             pass
         except BaseException as error:  # SystemExit included
-            self._check_forked()
             self._busy = True
             print(task_traceback(error), end="", file=sys.stderr)
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            self.tell(error=f"{said} in {self._callback}()", memory=isinstance(error, MemoryError))
+            self.tell(error=f"{said} in {self._machine.callback}()", memory=isinstance(error, MemoryError))
         try:
-            self.task.stop()
+            self._machine.stop()
         except BaseException as error:
             print(task_traceback(error), end="", file=sys.stderr)
         sys.stdout.flush()
@@ -181,30 +181,20 @@ class _Workload:
         os._exit(0)
 
     def _live(self, args: dict[str, Any]) -> None:
-        self.task.create(**args)
-        self._check_forked()
+        machine = self._machine
+        machine.create(args)
         self.tell(state="created", total=self.task.context.total_work)
         if self._read() != b"i":
             raise _Stop
-        self._callback = "init"
-        self._enter()
-        self.task.init()
-        self._check_forked()
-        self._enter()  # again, since ``init`` may have been the first to import PyTorch
+        machine.init()
         self.tell(total=self.task.context.total_work)
-        self._callback = "run_gpu_workload"
+        machine.callback = "run_gpu_workload"
         self._hold()
-        self.task.run_gpu_workload()
-        self._check_forked()
+        machine.call(self.task.run_gpu_workload)
         self._busy = True
         cuda.synchronize(self.task.context.device)
         self.tell(state="ended")
         self._read()
-
-    def _check_forked(self) -> None:
-        """End a process that the task has forked, which would go on as the task's own."""
-        if os.getpid() != self._pid:
-            end_forked(self._callback)
 
     def tell(self, **what: Any) -> None:
         """Send a report to the worker; a signal's pause is delayed, since its report would be mixed into this one."""
