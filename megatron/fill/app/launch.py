@@ -131,11 +131,11 @@ class Launch:
 
     def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
         free_bytes = self.session.listening.free_bytes() if self.session is not None else 0
-        choice = weigh_offload(gained_bytes, free_bytes, lost_ns, iteration_ns)
-        where = "in host memory between steps" if choice.on else "on the device"
+        pays, why = weigh_offload(gained_bytes, free_bytes, lost_ns, iteration_ns)
+        where = "in host memory between steps" if pays else "on the device"
         rank = os.environ.get("RANK", "0")
-        print(f"PipeFill: rank {rank} keeps its optimizer state {where}: {choice.why}", flush=True)
-        return choice.on
+        print(f"PipeFill: rank {rank} keeps its optimizer state {where}: {why}", flush=True)
+        return pays
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
         settings = self.settings

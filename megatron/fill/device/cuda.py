@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -58,7 +57,6 @@ class Entrance:
     device: str  # as the worker knows it
     limits: Limits
     sharing: Sharing
-    say: Callable[[str], None]  # called with a message about what cannot be set
     _calls: int = field(default=0, init=False)
     _done: bool = field(default=False, init=False)
 
@@ -67,9 +65,9 @@ class Entrance:
         if "torch" in sys.modules and not self._done:
             self._done = True
             if lacking := enter(self.device, self.limits, self.sharing):
-                self.say(lacking)
+                logger.info(lacking)
         elif self._calls == 2 and not self._done:
-            self.say(
+            logger.info(
                 "the task has not imported PyTorch, so neither its memory cap nor its share of the GPU is set there"
             )
 

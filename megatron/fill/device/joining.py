@@ -1,5 +1,8 @@
 """The run's MPS daemon, which a rank joins before it uses CUDA: the environment's, or else one of the run's own.
 
+The run's own is stopped by a process, the guard (``python -m megatron.fill.device.joining PIPE LOG OWNER``), when the
+run is over, however it ended.  A rank cannot do that: it is a client until it ends, and the daemon waits for clients.
+
 Transformer Engine with flash-attn uses the driver during its import, which is before Megatron's command line is parsed.
 So the few flags that matter are read from the command line here.
 """
@@ -7,13 +10,15 @@ So the few flags that matter are read from the command line here.
 from __future__ import annotations
 
 import os
+import select
+import subprocess
+import sys
 import tempfile
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.fill.device import mps_guard
-from megatron.fill.device.mps import PIPE, MpsDaemon
+from megatron.fill.device.mps import PIPE, PROGRAM, MpsDaemon
 from megatron.fill.device.nvml import Nvml, uuid_of
 from megatron.fill.device.port import DeviceError
 
@@ -41,10 +46,21 @@ def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon
         launcher = os.getppid()
         daemon = MpsDaemon.start(Path(report or Path(tempfile.gettempdir()) / f"pipefill-{launcher}"), uuids, launcher)
         if daemon.ours:
-            mps_guard.start(daemon, launcher)
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(daemon.pipe), str(daemon.log), str(launcher)],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # it must not get Ctrl-C
+            )
         environment.update(daemon.main_environment(uuids))
         _joined.append(daemon)
     return _joined[0]
+
+
+def guard(daemon: MpsDaemon, owner: int) -> None:
+    """Wait for the end of the process ``owner``, then stop the daemon."""
+    with suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(owner)], [], [])
+    daemon.stop()
 
 
 def join_early(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
@@ -69,3 +85,7 @@ def flag_of(argv: Sequence[str], name: str) -> str | None:
         elif first.startswith(f"{name}="):
             found = first.partition("=")[2]
     return found
+
+
+if __name__ == "__main__":
+    guard(MpsDaemon(Path(sys.argv[1]), Path(sys.argv[2]), True, PROGRAM), int(sys.argv[3]))

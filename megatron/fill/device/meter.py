@@ -7,22 +7,9 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
 
 from megatron.fill.device.port import DeviceError
 from megatron.fill.linux.peak import PeakMemory
-
-
-class Meter(Protocol):
-    """A meter of one piece of work at a time."""
-
-    def forget(self) -> None:
-        """Empty the allocator's cache, so that memory of earlier work does not count for the work that follows."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> tuple[int, int]:
-        """Return the time in ns, and the peak of all memory of this process in bytes, since ``start``."""
 
 
 class HostMeter:
@@ -40,6 +27,7 @@ class HostMeter:
         self._start_ns = time.process_time_ns()
 
     def stop(self) -> tuple[int, int]:
+        """Return the time in ns, and the peak of all memory of this process in bytes, since ``start``."""
         duration_ns = time.process_time_ns() - self._start_ns
         return duration_ns, self._memory.read_bytes()
 
@@ -52,6 +40,7 @@ class CudaMeter:
         self._start_ns = 0
 
     def forget(self) -> None:
+        """Empty the allocator's cache, so that memory of earlier work does not count for the work that follows."""
         import torch
 
         torch.cuda.empty_cache()
@@ -68,6 +57,9 @@ class CudaMeter:
 
         torch.cuda.synchronize(self._device)
         return time.monotonic_ns() - self._start_ns, torch.cuda.max_memory_reserved(self._device)
+
+
+type Meter = HostMeter | CudaMeter  # of one piece of work at a time
 
 
 def meter(device: str) -> Meter:

@@ -47,21 +47,19 @@ class CgroupHome:
         return self.path is not None and "pids" in self.controllers
 
 
-def find_home(
-    proc: Path = Path("/proc"), systemd: bool | None = None, delegated: frozenset[Path] | None = None
-) -> CgroupHome:
+def find_home(proc: Path = Path("/proc"), systemd: bool | None = None) -> CgroupHome:
     """The best place for workers' groups that this process may use; arguments pretend another machine, for tests."""
     own = own_group(proc)
     if isinstance(own, str):
         return CgroupHome(None, why=own)
     if systemd is None:
         systemd = Path("/run/systemd/system").is_dir()
-    if systemd and not _is_delegated(own, delegated):
+    if systemd and not _is_delegated(own):
         return CgroupHome(None, why="systemd manages this group; start with systemd-run --scope -p Delegate=yes")
     if not (own / "cgroup.type").exists():  # the root, which may hold processes and still enable controllers
         return _usable(own, "the root group does not hand down")
     parent = own.parent
-    if (parent / "cgroup.type").exists() and (not systemd or _is_delegated(parent, delegated)):
+    if (parent / "cgroup.type").exists() and (not systemd or _is_delegated(parent)):
         home = _usable(parent, "its parent does not hand down")
         if home.binds_memory:
             return home
@@ -101,10 +99,8 @@ def _is_hierarchy(mounted: list[str], version_1: str) -> bool:
     return mounted[0] == "cgroup" and version_1 in mounted[-1].split(",")
 
 
-def _is_delegated(path: Path, known: frozenset[Path] | None) -> bool:
+def _is_delegated(path: Path) -> bool:
     """True if systemd delegated this group, or one above it."""
-    if known is not None:
-        return any(place in known for place in (path, *path.parents))
     for place in (path, *path.parents):
         for name in ("user.delegate", "trusted.delegate"):
             with contextlib.suppress(OSError):

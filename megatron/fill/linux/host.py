@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from megatron.fill.linux.proc import stat_fields
+from megatron.fill.linux.proc import numbers, stat_fields
 
 
 def die_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
@@ -105,16 +105,13 @@ class FreeHostMemory:
 
     def __init__(self, rest_s: float = 0, meminfo: str = "/proc/meminfo") -> None:
         self._rest_ns = round(rest_s * 1e9)
-        self._fd = os.open(meminfo, os.O_RDONLY | os.O_CLOEXEC)
-        self._read_ns = 0
-        self._bytes = 0
+        self._meminfo = meminfo
+        self._read_ns = self._bytes = 0
 
     def __call__(self) -> int:
         now_ns = time.monotonic_ns()
         if not self._read_ns or now_ns - self._read_ns >= self._rest_ns:
-            text = os.pread(self._fd, 512, 0)
-            start = text.index(b"MemAvailable:") + len(b"MemAvailable:")
-            self._bytes = int(text[start : text.index(b"kB", start)]) * 1024
+            self._bytes = 1024 * numbers(self._meminfo)["MemAvailable"]
             self._read_ns = now_ns
         return self._bytes
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 
+from megatron.fill.linux.proc import numbers
+
 _RESET = b"5"  # value that resets VmHWM, see proc_pid_clear_refs(5)
 _kept: dict[int, int] = {}  # pid of this process: descriptor of its clear_refs
 
@@ -24,12 +26,9 @@ class PeakMemory:
     def __init__(self) -> None:
         kept = _kept.get(os.getpid())
         self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC) if kept is None else kept
-        self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
 
     def reset(self) -> None:
         os.write(self._clear, _RESET)
 
     def read_bytes(self) -> int:
-        text = os.pread(self._status, 4096, 0)
-        start = text.index(b"VmHWM:") + len(b"VmHWM:")
-        return int(text[start : text.index(b"kB", start)]) * 1024
+        return 1024 * numbers("/proc/self/status")["VmHWM"]

@@ -211,7 +211,7 @@ class TaskRun:
         if spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
 
-            enter = cuda.Entrance(spec.device, spec.limits, spec.sharing, logger.info)
+            enter = cuda.Entrance(spec.device, spec.limits, spec.sharing)
         task = load_task(spec.work.task or "", spec.work.search)
         if isinstance(task, ImperativeTask):
             from megatron.fill.worker.driven import Driven

@@ -57,7 +57,9 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def find(tree: Tree, systemd: bool = False, delegated: tuple[Path, ...] = ()) -> CgroupHome:
-    return find_home(tree.proc, systemd, frozenset(delegated))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getxattr", lambda place, name: b"1" if place in delegated else b"0")
+        return find_home(tree.proc, systemd)
 
 
 def test_the_root_may_hand_controllers_down(tree):

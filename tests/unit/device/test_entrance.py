@@ -106,7 +106,7 @@ def test_a_plain_task_is_capped_when_it_brings_pytorch(
     said = output(
         tmp_path,
         """
-module.logger = SimpleNamespace(info=lambda text: print("said", text))
+cuda.logger = SimpleNamespace(info=lambda text: print("said", text))
 sys.path.insert(0, sys.argv[1])
 assert not Bench(sys.argv[1], "plain:Task", {}).begin()
 """,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.device.joining import guard
 from megatron.fill.device.mps import MpsDaemon
-from megatron.fill.device.mps_guard import guard
 from megatron.fill.device.port import DeviceError, Limits, Sharing
 from megatron.fill.device.sharing import choose_sharing
 from megatron.fill.linux.tree import read_process
