@@ -93,7 +93,7 @@ class ImageTraining(SideTask):
 
     def init(self) -> None:
         """Move to the device, and run a microbatch through the model there, since the first use is slow."""
-        from megatron.fill.sidetask.split import restored
+        from megatron.fill.sidetask.split.runner import restored
 
         device = self.context.device
         self.model.to(device).train()

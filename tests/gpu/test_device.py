@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fill.device import Limits, MpsDaemon, cuda, open_device
+from megatron.fill.device import cuda
 from megatron.fill.device.cuda import CudaDevice
-from megatron.fill.device.mps import PROGRAM
+from megatron.fill.device.mps import PROGRAM, MpsDaemon
+from megatron.fill.device.port import Limits
 
 MIB = 2**20
 pytestmark = [
@@ -36,7 +37,7 @@ def start(code: str, environment: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def test_the_driver_tells_the_free_memory():
-    device = open_device("cuda:0")
+    device = cuda.CudaDevice("cuda:0")
     total = torch.cuda.get_device_properties(0).total_memory
     assert 0 < device.free_bytes() <= total
     assert isinstance(device, CudaDevice)
@@ -44,7 +45,7 @@ def test_the_driver_tells_the_free_memory():
 
 
 def test_the_cap_in_the_environment_makes_an_allocation_fail():
-    limiter = open_device("cuda:0").limiter(Limits(memory_bytes=256 * MIB), f"gpu-{os.getpid()}")
+    limiter = cuda.CudaDevice("cuda:0").limiter(Limits(memory_bytes=256 * MIB), f"gpu-{os.getpid()}")
     if "PYTORCH_ALLOC_CONF" not in limiter.environment:
         pytest.skip("this PyTorch takes no cap from its environment")
     worker = start("torch.empty(512 << 20, dtype=torch.uint8, device='cuda')", limiter.environment)
@@ -55,7 +56,7 @@ def test_the_cap_in_the_environment_makes_an_allocation_fail():
 
 
 def test_memory_beside_the_allocator_is_seen():
-    limiter = open_device("cuda:0").limiter(Limits(memory_bytes=64 * MIB), f"gpu-{os.getpid()}")
+    limiter = cuda.CudaDevice("cuda:0").limiter(Limits(memory_bytes=64 * MIB), f"gpu-{os.getpid()}")
     environment = {k: v for k, v in limiter.environment.items() if k != "PYTORCH_ALLOC_CONF"}
     code = "x = torch.empty(2 << 30, dtype=torch.uint8, device='cuda'); print('ready', flush=True); time.sleep(60)"
     worker = start(code, environment)
@@ -82,7 +83,8 @@ def test_settling_waits_for_kernels():
 
 def test_a_green_context_runs_kernels():
     code = (
-        "from megatron.fill.device import Limits, Sharing, cuda\n"
+        "from megatron.fill.device import cuda\n"
+        "from megatron.fill.device.port import Limits, Sharing\n"
         "print(cuda.enter('cuda:0', Limits(sm_percentage=25), Sharing.TIMESLICE))\n"
         "print(float(torch.ones(1000, device='cuda').sum()))"
     )
@@ -98,7 +100,7 @@ def test_mps_caps_a_client_s_memory_and_takes_it_off_the_gpu(tmp_path: Path):
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     daemon = MpsDaemon.start(tmp_path, [uuid], os.getpid())
     try:
-        device = open_device("cuda:0", daemon, uuid)
+        device = cuda.CudaDevice("cuda:0", daemon, uuid)
         limiter = device.limiter(Limits(memory_bytes=1024 * MIB), f"gpu-{os.getpid()}")
         environment = {k: v for k, v in limiter.environment.items() if k != "PYTORCH_ALLOC_CONF"}
         code = (

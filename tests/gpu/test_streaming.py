@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.fill.sidetask.split import Call, PieceRunner, Randomness, Streamed, split_model
+from megatron.fill.sidetask.split import split_model
+from megatron.fill.sidetask.split.runner import PieceRunner, Randomness
+from megatron.fill.sidetask.split.segments import Call
+from megatron.fill.sidetask.split.streaming import Streamed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent.admission import default_user
-from megatron.fill.sandbox import Bind, Sandbox, SandboxSupport
+from megatron.fill.sandbox.config import Bind, Sandbox
+from megatron.fill.sandbox.probe import SandboxSupport
 
 MIB = 2**20
 GUEST = default_user()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.sandbox import SandboxSupport, look
+from megatron.fill.sandbox.probe import SandboxSupport, look
 from tests.support.children import Child
 from tests.support.pages import closed_pages
 from tests.support.sandboxed import GUEST, Inside

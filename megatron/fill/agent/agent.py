@@ -36,8 +36,10 @@ from megatron.fill.agent.settling import Settling
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.watch import Judge
 from megatron.fill.agent.workers import WorkerPool
-from megatron.fill.device import MpsDaemon, open_device
+from megatron.fill.device.cpu import CpuDevice
+from megatron.fill.device.cuda import CudaDevice
 from megatron.fill.device.meter import fingerprint
+from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
@@ -183,7 +185,8 @@ class Agent:
     def _context(self, spec: AgentSpec, dead: list[int]) -> AgentContext:
         name, run_dir = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}", Path(spec.run_dir)
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
-        device = open_device(spec.device, mps, spec.device_uuid, spec.parent)
+        on_cpu = spec.device == "cpu"
+        device = CpuDevice() if on_cpu else CudaDevice(spec.device, mps, spec.device_uuid, rank=spec.parent)
         # A worker gives memory back between two steps, and a step may run beyond its bubble for the grace period.
         memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
         board, control = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd)

@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user, job_sandbox
 from megatron.fill.device.cuda import device_nodes
 from megatron.fill.errors import ConfigError
-from megatron.fill.sandbox import SandboxSupport, look
 from megatron.fill.sandbox.driver import DriverTrial, why_no_cuda
+from megatron.fill.sandbox.probe import SandboxSupport, look
 
 _MPS = "MPS serves one user only: jobs run as the training's, and read what it can read"
 _NOT_ROOT = (

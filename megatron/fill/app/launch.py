@@ -37,9 +37,9 @@ from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
-from megatron.fill.device import MpsDaemon
 from megatron.fill.device.joining import flag_of
 from megatron.fill.device.meter import own_version
+from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.display import never_fail_to_print
 from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.jobs import submitter

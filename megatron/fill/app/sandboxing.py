@@ -11,9 +11,10 @@ from pathlib import Path
 from megatron.fill.agent.admission import JobUser, find_user
 from megatron.fill.agent.sandbox import find_support, why_no_cuda_for_jobs
 from megatron.fill.config import FillSettings
-from megatron.fill.device import MpsDaemon
+from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.errors import ConfigError
-from megatron.fill.sandbox import Bind, Layer, parse_bind
+from megatron.fill.sandbox.config import Bind, parse_bind
+from megatron.fill.sandbox.probe import Layer
 from megatron.fill.sandbox.view import may_enter
 
 

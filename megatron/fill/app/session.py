@@ -19,9 +19,9 @@ from megatron.fill.app.listening import HostListening, RelayedListening, rank_sp
 from megatron.fill.app.sandboxing import RunSandbox
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
-from megatron.fill.device import MpsDaemon, Sharing
 from megatron.fill.device.margin import DRIVER_BYTES
-from megatron.fill.device.port import Limits
+from megatron.fill.device.mps import MpsDaemon
+from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux import safefile

@@ -6,10 +6,10 @@ import os
 import shutil
 
 from megatron.fill.config import FillSettings
-from megatron.fill.device import DeviceError, MpsDaemon, Sharing
 from megatron.fill.device.joining import ASK_NVML, join
-from megatron.fill.device.mps import PROGRAM
+from megatron.fill.device.mps import PROGRAM, MpsDaemon
 from megatron.fill.device.nvml import Nvml
+from megatron.fill.device.port import DeviceError, Sharing
 from megatron.fill.device.probes import has_host_pids
 from megatron.fill.device.sharing import choose_sharing
 from megatron.fill.errors import ConfigError

@@ -10,7 +10,7 @@ from megatron.fill.cli.options import Json
 from megatron.fill.cli.views import print_json
 from megatron.fill.display import console_of, plain_table
 from megatron.fill.errors import SandboxError
-from megatron.fill.sandbox import Layer
+from megatron.fill.sandbox.probe import Layer
 
 if TYPE_CHECKING:
     from megatron.fill.device.doctor import Diagnosis

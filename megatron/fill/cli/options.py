@@ -31,8 +31,8 @@ def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
 
 def checked_device(name: str | None) -> str:
     """Return the device of ``--device``, or else a GPU if there is one, or the CPU; ConfigError if it is not there."""
-    from megatron.fill.device import DeviceError
     from megatron.fill.device.nvml import Nvml, uuid_of
+    from megatron.fill.device.port import DeviceError
 
     where = default_device() if name is None else name
     if where == "cpu":

@@ -19,7 +19,7 @@ from megatron.fill.cli.views import print_json
 from megatron.fill.display import console_of, counted
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux import safefile
-from megatron.fill.sandbox import parse_bind
+from megatron.fill.sandbox.config import parse_bind
 from megatron.fill.trial.result import Ended, Options, Trial
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ class BatchInferenceJob(ModelJob):
 
     def _arrange(self) -> None:
         """Split the model for the current batch size."""
-        from megatron.fill.sidetask.split import Streamed
+        from megatron.fill.sidetask.split.streaming import Streamed
 
         if self._streamed is not None:
             self._streamed.end()
@@ -165,7 +165,8 @@ class BatchInferenceJob(ModelJob):
         return [way for way in known if way in wanted]
 
     def _begin(self) -> None:
-        from megatron.fill.sidetask.split import Call, PieceRunner, Randomness
+        from megatron.fill.sidetask.split.runner import PieceRunner, Randomness
+        from megatron.fill.sidetask.split.segments import Call
 
         self._batch = self._next_batch()
         if not self._batch:

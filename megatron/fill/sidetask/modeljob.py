@@ -69,7 +69,8 @@ class ModelJob(NodeTask):
 
         For a shape that was not prepared, the model runs as a single piece, unless its pieces fit any shape.
         """
-        from megatron.fill.sidetask.split import Call, split_model
+        from megatron.fill.sidetask.split import split_model
+        from megatron.fill.sidetask.split.segments import Call
 
         key = Call(inputs).key
         if key not in self._splits:

@@ -127,7 +127,7 @@ class TrainingJob(ModelJob):
 
     def init(self) -> None:
         """Move to the device, split the model for each batch shape, and run each split once: the first use is slow."""
-        from megatron.fill.sidetask.split import Randomness
+        from megatron.fill.sidetask.split.runner import Randomness
 
         self.model.to(self.context.device)
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves its state to where the weights are
@@ -219,7 +219,7 @@ class TrainingJob(ModelJob):
 
     def _try(self, count: int) -> Any:
         """Split the model for ``count`` samples, and run it forward and backward once."""
-        from megatron.fill.sidetask.split import Randomness, restored
+        from megatron.fill.sidetask.split.runner import Randomness, restored
 
         inputs, target = self._example(count)
         split = self._split_for(inputs)
@@ -256,7 +256,8 @@ class TrainingJob(ModelJob):
         return self._runner(self._split_for(inputs, prepared=False), self._random, inputs), target
 
     def _runner(self, split: Any, random: Any, inputs: Any) -> Any:
-        from megatron.fill.sidetask.split import Call, PieceRunner
+        from megatron.fill.sidetask.split.runner import PieceRunner
+        from megatron.fill.sidetask.split.segments import Call
 
         again, resident = self._configuration.checkpointing, self._offloaded.weights
         runner = PieceRunner(split, random, training=True, checkpointing=again, resident=resident)

@@ -14,7 +14,8 @@ from megatron.fill.cli import main
 from megatron.fill.errors import ConfigError, SandboxError
 from megatron.fill.linux import host
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, prctl
-from megatron.fill.sandbox import SandboxSupport, probe, process
+from megatron.fill.sandbox import probe, process
+from megatron.fill.sandbox.probe import SandboxSupport
 from megatron.fill.sandbox.remedy import remedy
 
 ALL = ("pid", "mount")

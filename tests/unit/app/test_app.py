@@ -21,10 +21,12 @@ from megatron.fill.app.launch import Launch, _counted
 from megatron.fill.app.runfolder import check_store, new_run_folder, served, store_of
 from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
-from megatron.fill.device import DeviceError, MpsDaemon, meter
+from megatron.fill.device import meter
+from megatron.fill.device.mps import MpsDaemon
+from megatron.fill.device.port import DeviceError
 from megatron.fill.display import never_fail_to_print
 from megatron.fill.errors import ConfigError, StoreError
-from megatron.fill.sandbox import Layer, SandboxSupport
+from megatron.fill.sandbox.probe import Layer, SandboxSupport
 from megatron.fill.types import RankInfo
 from tests.support.flags import flags
 

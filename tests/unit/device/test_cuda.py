@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.device import cuda, open_device
+from megatron.fill.device import cuda
 from megatron.fill.device.cuda import CudaDevice, allocator_environment, device_nodes, share_of
 from megatron.fill.device.nvml import Gpu, Nvml, uuid_of
 from megatron.fill.device.port import DeviceError, Limits, Sharing
@@ -242,10 +242,6 @@ def test_a_driver_that_is_not_there_is_said_to_be():
     broken.nvmlInit = lambda: (_ for _ in ()).throw(Library.NVMLError("no library"))  # type: ignore[method-assign]
     with pytest.raises(DeviceError, match="no library"):
         Nvml(broken)
-
-
-def test_a_device_is_opened_by_its_name():
-    assert open_device("cpu").name == "cpu"
 
 
 def test_without_torch_there_is_nothing_to_wait_for(monkeypatch):

@@ -24,7 +24,7 @@ from megatron.fill.worker.spec import WorkerSpec
 from megatron.fill.worker import worker as module
 from megatron.fill.worker.pacing import StepDevice, at_once
 from megatron.fill.worker.worker import TaskRun
-from megatron.fill.sandbox import Sandbox
+from megatron.fill.sandbox.config import Sandbox
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
 
 assert "torch" not in sys.modules

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from megatron.fill.sandbox import Bind, Sandbox
+from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.sandbox.driver import DriverTrial, why_no_cuda
 from tests.support.sandboxed import GUEST, needs
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.sandbox import Sandbox, SandboxSupport
+from megatron.fill.sandbox.config import Sandbox
+from megatron.fill.sandbox.probe import SandboxSupport
 
 _OPEN_ALL = """
 def write(path):

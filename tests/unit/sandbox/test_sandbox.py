@@ -16,7 +16,7 @@ from megatron.fill.app.runfolder import make_run_folder
 from megatron.fill.device.port import DeviceError, Limits
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.oom import OomLog
-from megatron.fill.sandbox import Bind, Sandbox, parse_bind
+from megatron.fill.sandbox.config import Bind, Sandbox, parse_bind
 from megatron.fill.sandbox.process import SandboxedProcess
 from tests.support.sandboxed import GUEST, MIB, PROGRAM, Inside, needs
 

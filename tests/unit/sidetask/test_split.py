@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from megatron.fill.errors import TaskError
-from megatron.fill.sidetask.split import Call, PieceRunner, Randomness, split_model
-from megatron.fill.sidetask.split.segments import even_cuts
+from megatron.fill.sidetask.split import split_model
+from megatron.fill.sidetask.split.runner import PieceRunner, Randomness
+from megatron.fill.sidetask.split.segments import Call, even_cuts
 
 
 class Skips(nn.Module):

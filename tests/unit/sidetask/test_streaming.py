@@ -12,7 +12,10 @@ from torch import nn
 
 from megatron.fill.profiles import Configuration, Offload
 from megatron.fill.sidetask.inference import BatchInferenceJob
-from megatron.fill.sidetask.split import Call, PieceRunner, Randomness, Streamed, split_model, streaming
+from megatron.fill.sidetask.split import split_model, streaming
+from megatron.fill.sidetask.split.runner import PieceRunner, Randomness
+from megatron.fill.sidetask.split.segments import Call
+from megatron.fill.sidetask.split.streaming import Streamed
 from tests.support.drive import begin, drive, finish
 from tests.unit.sidetask.test_inference_job import ARGS, pq, read
 

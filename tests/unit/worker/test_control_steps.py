@@ -21,7 +21,7 @@ from megatron.fill.linux import host
 from megatron.fill.pages.control import ControlPage, ControlReader, RunState
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, create_log
-from megatron.fill.sandbox import Sandbox
+from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.status import Cause, Then

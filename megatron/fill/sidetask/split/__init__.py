@@ -13,23 +13,9 @@ from torch.utils import _pytree as pytree
 
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.split.export import split_export
-from megatron.fill.sidetask.split.randomness import Randomness
-from megatron.fill.sidetask.split.runner import PieceRunner, restored
+from megatron.fill.sidetask.split.runner import PieceRunner, Randomness, restored
 from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError
 from megatron.fill.sidetask.split.sequential import split_sequential
-from megatron.fill.sidetask.split.streaming import Streamed
-
-__all__ = [
-    "Call",
-    "ModelSegment",
-    "PieceRunner",
-    "Randomness",
-    "Split",
-    "SplitError",
-    "Streamed",
-    "restored",
-    "split_model",
-]
 
 _SEED = 7  # seed of the trial runs
 
