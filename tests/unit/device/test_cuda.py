@@ -299,7 +299,7 @@ def test_a_green_context_without_streams_is_not_made_current(torch_module):
 
 @pytest.mark.parametrize(("device", "capped"), [("cpu", "host"), ("cuda:0", "device")])
 def test_what_is_measured_is_held_to_its_cap_where_its_memory_is(monkeypatch, tmp_path, device, capped):
-    from megatron.fill.worker import measure
+    from megatron.fill.trial import measure
 
     found: list[tuple[str, int]] = []
     monkeypatch.setattr(measure.host, "cap_memory", lambda cap: found.append(("host", cap)))
