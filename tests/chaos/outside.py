@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.fill.errors import ControlError, FillError
-from megatron.fill.pages.control import RunState, find_pages
+from megatron.fill.pages.control import RunState
+from megatron.fill.pages.find import find_pages
 from tests.chaos import marks, processes
 from tests.chaos.attacks import command
 from tests.chaos.deed import Deed

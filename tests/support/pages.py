@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from megatron.fill.linux import memfd
-from megatron.fill.pages import control
+from megatron.fill.pages import control, find
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def closed_pages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("create", "reader_fd"):
             patch.setattr(memfd, name, noting(getattr(memfd, name)))
-        patch.setattr(control, "ControlPage", Opened)  # find_pages opens those of other processes
+        patch.setattr(find, "ControlPage", Opened)  # find_pages opens those of other processes
         yield
     for fd, its in made:
         with suppress(OSError):

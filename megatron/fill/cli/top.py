@@ -19,7 +19,8 @@ from typer import Option
 from megatron.fill.cli.control import Run
 from megatron.fill.display import console_of, counted, literal, plain_table
 from megatron.fill.errors import ConfigError, ControlError, FillError, StoreError
-from megatron.fill.pages.control import ControlPage, RunState, find_pages
+from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.find import find_pages
 from megatron.fill.store import open_store
 from megatron.fill.types import JobState
 

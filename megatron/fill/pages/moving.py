@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megatron.fill.linux.tree import read_process
 from megatron.fill.pages.board import BOARD_BYTES, CycleBoardReader, Pulse
-from megatron.fill.pages.control import Note, notes, read_note
+from megatron.fill.pages.control import Note, read_note
+from megatron.fill.pages.find import link_of, notes
 
 _S = 1e9
 _STOPPED = "Tt"  # stopped by a signal, by a debugger
@@ -93,7 +94,7 @@ def _standing(path: Path) -> RankStanding | None:
 
 def _pulse(note: Note) -> Pulse | None:
     try:
-        link = None if note.board is None else note.link(note.board, "cycle")
+        link = None if note.board is None else link_of(note, note.board, "cycle")
         if link is None:
             return None
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.base import SideTask
@@ -36,24 +33,6 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
     if not isinstance(task.unit, str):
         raise TaskError(f"{path}: unit is {task.unit!r}; expected text, such as 'samples'")
     return task
-
-
-def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
-    """Check, by its signature, that ``create`` accepts these arguments; TaskError, with its parameters, if not."""
-    name = type(task).__name__
-    if type(task).create is SideTask.create:
-        if args:
-            raise TaskError(f"{name} takes no args; got {', '.join(args)}")
-        return
-    try:
-        signature = inspect.signature(task.create)
-    except (TypeError, ValueError):  # it is not written in Python
-        return
-    try:
-        signature.bind(**args)
-    except TypeError as error:
-        takes = ", ".join(signature.parameters) or "none"
-        raise TaskError(f"args do not fit {name}.create(): {error}; it takes {takes}") from None
 
 
 def _instead(module: ModuleType) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import TaskError
-from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback
 from megatron.fill.sidetask.imperative import why_no_program
-from megatron.fill.sidetask.loader import check_args, load_task
+from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.sidetask.nodes import NodeTask
 
@@ -40,6 +41,24 @@ def examine_task(path: str, args: Mapping[str, Any], search: Sequence[str]) -> E
         return Examined(str(error), True, task_traceback(error))
     machine = TaskMachine(task, TaskContext(path, Path()))
     return Examined(nodes=isinstance(task, NodeTask), resumable=machine.resumable)
+
+
+def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
+    """Check, by its signature, that ``create`` accepts these arguments; TaskError, with its parameters, if not."""
+    name = type(task).__name__
+    if type(task).create is SideTask.create:
+        if args:
+            raise TaskError(f"{name} takes no args; got {', '.join(args)}")
+        return
+    try:
+        signature = inspect.signature(task.create)
+    except (TypeError, ValueError):  # it is not written in Python
+        return
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "none"
+        raise TaskError(f"args do not fit {name}.create(): {error}; it takes {takes}") from None
 
 
 def examine_command(command: Sequence[str]) -> Examined:

@@ -15,7 +15,8 @@ import pytest
 
 from megatron.fill.agent.turn import DeviceTurn, take, turn_file
 from megatron.fill.folders import AGENTS
-from megatron.fill.pages.control import RunState, find_pages, notes
+from megatron.fill.pages.control import RunState
+from megatron.fill.pages.find import find_pages, notes
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 from tests.support.posts import Post, post

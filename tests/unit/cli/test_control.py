@@ -20,15 +20,8 @@ from hypothesis import strategies as st
 from megatron.fill.cli import main
 from megatron.fill.cli.control import change
 from megatron.fill.errors import ControlError
-from megatron.fill.pages.control import (
-    _AGENT_BORN,
-    ControlPage,
-    ControlReader,
-    Figures,
-    RunState,
-    damaged_notes,
-    find_pages,
-)
+from megatron.fill.pages.control import _AGENT_BORN, ControlPage, ControlReader, Figures, RunState
+from megatron.fill.pages.find import damaged_notes, find_pages
 from megatron.fill.pages.watcher import watch_control
 from tests.support.waiting import until
 

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from megatron.fill.cli.top import _View
 from megatron.fill.folders import BETWEEN
-from megatron.fill.pages.control import ControlPage, RunState, notes
+from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.find import notes
 from megatron.fill.records.agent import AgentFile, write_agent
 from megatron.fill.records.rank import rank_file
 from megatron.fill.records.segment import begin_segment, read_segments

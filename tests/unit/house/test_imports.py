@@ -304,14 +304,14 @@ OTHER_READS = {
     "cli/leftovers.py": {"os.open"},  # to lock
     "wings/sim/commands.py": {"load"},
     "app/freeing.py": {"_BOOT.read_text"},  # the kernel's
-    "pages/control.py": {"os.open"},
+    "pages/find.py": {"os.open"},  # a page, through /proc
     "pages/ready.py": {"os.open"},  # a rank's own, which it names to the others
     "wings/operate/serve.py": {
         "MetricsSpec.from_json",
         "Path(path).read_bytes",
     },  # of its agent; the operator's
     "report/page.py": {"files(__package__).joinpath('page.html').read_text"},  # installed with it
-    "pages/moving.py": {"os.open"},  # a page, through /proc
+    "pages/moving.py": {"os.open"},  # likewise
     "records/files.py": {"from_json", "os.open", "path.open"},
     "records/live.py": {"self._path.open"},  # of ranks and agents
     "records/rank.py": {"os.open", "temporary.open"},

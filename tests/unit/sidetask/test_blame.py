@@ -1,4 +1,4 @@
-"""What a task's author is shown of a failure, and what is said of arguments that do not fit."""
+"""What a task's author is shown of a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.fill import worker
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback
-from megatron.fill.sidetask.loader import check_args, load_task
+from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 
 
@@ -69,28 +69,6 @@ def test_a_failure_of_ours_is_shown_whole():
     with pytest.raises(TaskError) as caught:
         TaskMachine(Open(), TaskContext("o", Path())).start()
     assert "machine.py" in task_traceback(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("task", "args", "message"),
-    [
-        (
-            Broken,
-            {},
-            r"args do not fit Broken.create\(\): missing a required argument: 'epochs'; it takes epochs, rate",
-        ),
-        (Broken, {"epochs": 1, "lr": 2}, r"got an unexpected keyword argument 'lr'; it takes epochs, rate"),
-        (SideTask, {"epochs": 1}, "SideTask takes no args; got epochs"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(task, args, message):
-    with pytest.raises(TaskError, match=message):
-        check_args(task(), args)
-
-
-@pytest.mark.parametrize(("task", "args"), [(Broken, {"epochs": 1}), (Open, {"any": 1}), (SideTask, {})])
-def test_arguments_that_fit(task, args):
-    check_args(task(), args)
 
 
 def test_a_module_without_the_class_says_what_it_has(tmp_path):

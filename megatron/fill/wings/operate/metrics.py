@@ -17,7 +17,8 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from megatron.fill.errors import ControlError, StoreError
-from megatron.fill.pages.control import ControlPage, RunState, find_pages
+from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.find import find_pages
 from megatron.fill.records.live import LiveRank, LiveSegment
 from megatron.fill.records.sampling import Sample
 from megatron.fill.records.segment import last_segment
