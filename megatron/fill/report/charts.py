@@ -10,7 +10,8 @@ from megatron.fill.report.schema import Report
 from megatron.fill.report.series import Bin
 from megatron.fill.report.shares import COLOURS, bars, colour, shown_names
 from megatron.fill.report.timeuse import TimeUse
-from megatron.fill.report.window import Shown, Window, near
+from megatron.fill.report.window import Shown, Step, Window
+from megatron.fill.types import Bubble, Span
 
 type Chart = dict[str, Any]
 
@@ -56,18 +57,20 @@ def timeline(shown: Shown) -> Chart | None:
 def _marks(window: Window, shown: Shown) -> list[Chart]:
     found = []
     for record in shown.ranks:
-        rank, row = record.info.rank, f"rank {record.info.rank}, stage {record.info.stage}"
-        spans = [(one.name, one.start_ns, one.end_ns, one.iteration, "") for one in near(record.spans, window)]
-        bubbles = near(record.bubbles, window)
-        waits = [(f"{one.kind} bubble", one.start_ns, one.end_ns, one.iteration, "") for one in bubbles]
-        its = [worker for worker in shown.workers if worker.rank == rank]
-        steps = [("step of a job", start, end, 0, worker.job) for worker in its for start, end in worker.steps]
-        for what, start_ns, end_ns, iteration, job in [*spans, *waits, *steps]:
-            if placed := window.place(rank, start_ns, end_ns):
-                start, duration = placed[0] / 1e6, placed[1] / 1e6
-                mark = {"rank": row, "what": what, "from": round(start, 4), "to": round(start + duration, 4)}
-                mark |= {"ms": round(duration, 4)}
-                found.append(mark | ({"job": job} if job else {"iteration": iteration}))
+        row = f"rank {record.info.rank}, stage {record.info.stage}"
+        for one, start_ns, duration_ns in window.events(record, shown.workers):
+            about: Chart
+            match one:
+                case Span():
+                    what, about = one.name, {"iteration": one.iteration}
+                case Bubble():
+                    what, about = f"{one.kind} bubble", {"iteration": one.iteration}
+                case Step():
+                    what, about = "step of a job", {"job": one.job}
+                case _:
+                    continue
+            edges = {"from": round(start_ns / 1e6, 4), "to": round(start_ns / 1e6 + duration_ns / 1e6, 4)}
+            found.append({"rank": row, "what": what, **edges, "ms": round(duration_ns / 1e6, 4), **about})
     return found
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.fill.linux.files import replacing
 from megatron.fill.report.schema import AccountReport, Summary
 from megatron.fill.report.shares import add_legend, draw_shares, height_in
-from megatron.fill.report.window import Shown, Window, near
-from megatron.fill.types import RankInfo, RankRecord, Span, WorkerRecord
+from megatron.fill.report.window import Shown, Window
+from megatron.fill.types import Bubble, Iteration, RankInfo, RankRecord, Span, WorkerRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,12 +44,16 @@ type Bar = tuple[float, float]  # start and width
 class _Lanes:
     """The bars of one rank, in ms from the window's start."""
 
-    forward: list[tuple[Bar, str]]
-    backward: list[tuple[Bar, str]]
-    other: list[Bar]
-    bubbles: list[tuple[Bar, str]]
-    steps: dict[str, list[Bar]]
-    iterations: list[tuple[int, Bar]]
+    iterations: list[tuple[int, Bar]] = field(default_factory=list)
+    passes: defaultdict[str, list[tuple[Bar, str]]] = field(default_factory=lambda: defaultdict(list))  # by name
+    bubbles: list[tuple[Bar, str]] = field(default_factory=list)
+    steps: defaultdict[str, list[Bar]] = field(default_factory=lambda: defaultdict(list))  # by job
+
+    @property
+    def other(self) -> list[Bar]:
+        """The rest of the iterations."""
+        known = [*self.passes["forward"], *self.passes["backward"], *self.bubbles]
+        return subtract([bar for _, bar in self.iterations], [bar for bar, _ in known])
 
 
 def draw_timeline(
@@ -91,51 +95,30 @@ def draw_timeline(
         figure.savefig(temporary, format="png")
 
 
-def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) -> _Lanes:
-    def placed(start_ns: int, end_ns: int) -> Bar | None:
-        bar = window.place(record.info.rank, start_ns, end_ns)
-        return bar and (bar[0] / 1e6, bar[1] / 1e6)
-
-    inside = [item for item in record.iterations if window.first <= item.iteration <= window.last]
-    whole = [bar for item in inside if (bar := placed(item.start_ns, item.end_ns))]
-    forward, backward = (
-        [(bar, label) for label, span in _numbered(record, name, window) if (bar := placed(span.start_ns, span.end_ns))]
-        for name in ("forward", "backward")
-    )
-    bubbles = [
-        (bar, f"eval {bubble.kind}" if bubble.forward_only else str(bubble.kind))
-        for bubble in near(record.bubbles, window)
-        if (bar := placed(bubble.start_ns, bubble.end_ns))
-    ]
-    steps: dict[str, list[Bar]] = {}
-    for worker in workers:
-        its = [bar for step in worker.steps if (bar := placed(*step))] if worker.rank == record.info.rank else []
-        if its:
-            steps.setdefault(worker.job, []).extend(its)
-    return _Lanes(
-        forward=forward,
-        backward=backward,
-        other=subtract(whole, [bar for bar, _ in (*forward, *backward, *bubbles)]),
-        bubbles=bubbles,
-        steps=steps,
-        iterations=[(item.iteration, bar) for item, bar in zip(inside, whole, strict=True)],
-    )
-
-
-def _numbered(record: RankRecord, name: str, window: Window) -> Iterator[tuple[str, Span]]:
-    """Yield the rank's spans of that name, labelled with the microbatch's number; unlabelled with several chunks."""
-    chunks = 1 if record.schedule is None else record.schedule.chunks
-    counts: defaultdict[int, int] = defaultdict(int)
-    for span in near(record.spans, window):
-        if span.name == name:
-            counts[span.iteration] += 1
-            yield str(counts[span.iteration]) if chunks == 1 else "", span
+def _lanes(record: RankRecord, workers: Sequence[WorkerRecord], window: Window) -> _Lanes:
+    """Return a rank's bars; of one chunk, passes are labelled with their microbatch's number."""
+    lanes, counts = _Lanes(), Counter[tuple[str, int]]()
+    numbered = record.schedule is None or record.schedule.chunks == 1
+    for one, start_ns, duration_ns in window.events(record, workers):
+        bar = start_ns / 1e6, duration_ns / 1e6
+        match one:
+            case Iteration():
+                lanes.iterations.append((one.iteration, bar))
+            case Span():
+                counts[one.name, one.iteration] += 1
+                lanes.passes[one.name].append((bar, str(counts[one.name, one.iteration]) if numbered else ""))
+            case Bubble():
+                lanes.bubbles.append((bar, f"eval {one.kind}" if one.forward_only else str(one.kind)))
+            case _:
+                lanes.steps[one.job].append(bar)
+    return lanes
 
 
 def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
     lane = (row + _LANE_TOP, _LANE)
     _bars(axes, lanes.other, lane, window, facecolors=_OTHER)
-    for passes, colour in ((lanes.forward, _FORWARD), (lanes.backward, _BACKWARD)):
+    for name, colour in (("forward", _FORWARD), ("backward", _BACKWARD)):
+        passes = lanes.passes[name]
         bars = [bar for bar, _ in passes]
         _bars(axes, bars, lane, window, facecolors=colour)
         most = max((len(label) for _, label in passes), default=0) + 0.5

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.linux.files import write_text
 from megatron.fill.report.schema import AccountReport
-from megatron.fill.report.window import Shown, Window, near
-from megatron.fill.types import Bubble, BubbleUse, RankRecord, WorkerRecord
+from megatron.fill.report.window import Event, Shown, Step
+from megatron.fill.types import Bubble, BubbleUse, Iteration, RankRecord, Span
 
 _MAIN, _BUBBLES, _SIDE = 1, 2, 3
 _THREADS = {_MAIN: "main job", _BUBBLES: "bubbles", _SIDE: "side task"}
@@ -28,11 +28,12 @@ def write_trace(path: Path, shown: Shown, accounts: Sequence[AccountReport] = ()
         if window is None:
             break
         rank, timed = record.info.rank, list[dict[str, Any]]()
-        for thread, name, start_ns, end_ns, args in _timed(record, shown.workers, window):
-            if placed := window.place(rank, start_ns, end_ns):
-                named = {"name": name, "cat": _THREADS[thread], "ph": "X"}
-                when = {"ts": placed[0] / 1e3, "dur": placed[1] / 1e3}
-                timed.append({**named, **when, "pid": rank, "tid": thread, "args": args})
+        uses = {use.seq: use for worker in shown.workers if worker.rank == rank for use in worker.uses}
+        for one, start_ns, duration_ns in window.events(record, shown.workers):
+            thread, name, args = _described(one, uses)
+            named = {"name": name, "cat": _THREADS[thread], "ph": "X"}
+            when = {"ts": start_ns / 1e3, "dur": duration_ns / 1e3}
+            timed.append({**named, **when, "pid": rank, "tid": thread, "args": args})
         events += sorted(timed, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
     about: dict[str, Any] = {"source": "PipeFill"} | ({"ranks": shown.what} if shown.what else {})
     numbers = {record.info.rank for record in shown.ranks}
@@ -55,24 +56,17 @@ def _names(record: RankRecord) -> Iterator[dict[str, Any]]:
         yield _metadata(info.rank, "thread_sort_index", thread, sort_index=thread)
 
 
-def _timed(
-    record: RankRecord, workers: Sequence[WorkerRecord], window: Window
-) -> Iterator[tuple[int, str, int, int, dict[str, Any]]]:
-    """Yield thread, name, start and end in ns, and arguments of a rank's events in and around the window."""
-    its = [worker for worker in workers if worker.rank == record.info.rank]
-    uses = {use.seq: use for worker in its for use in worker.uses}
-    for item in record.iterations:
-        if window.first <= item.iteration <= window.last:
-            args = {"filling": item.filling, "block": item.block}
-            yield _MAIN, f"iteration {item.iteration}", item.start_ns, item.end_ns, args
-    for span in near(record.spans, window):
-        yield _MAIN, span.name, span.start_ns, span.end_ns, {"iteration": span.iteration}
-    for bubble in near(record.bubbles, window):
-        args = _bubble_args(bubble, uses.get(bubble.seq))
-        yield _BUBBLES, str(bubble.kind), bubble.start_ns, bubble.end_ns, args
-    for worker in its:
-        for start_ns, end_ns in worker.steps:
-            yield _SIDE, worker.job, start_ns, end_ns, {}
+def _described(one: Event, uses: Mapping[int, BubbleUse]) -> tuple[int, str, dict[str, Any]]:
+    """Return the thread, name and arguments of an event; ``uses`` are those of bubbles, by their numbers."""
+    match one:
+        case Iteration():
+            return _MAIN, f"iteration {one.iteration}", {"filling": one.filling, "block": one.block}
+        case Span():
+            return _MAIN, one.name, {"iteration": one.iteration}
+        case Bubble():
+            return _BUBBLES, str(one.kind), _bubble_args(one, uses.get(one.seq))
+        case Step():
+            return _SIDE, one.job, {}
 
 
 def _bubble_args(bubble: Bubble, use: BubbleUse | None) -> dict[str, Any]:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron.fill.records.tables import column
 from megatron.fill.report.build import SegmentSums
-from megatron.fill.types import Iteration, RankInfo, RankRecord, WorkerRecord
+from megatron.fill.types import Bubble, Iteration, RankInfo, RankRecord, Span, WorkerRecord
 
 MANY = 16  # ranks, above which they are not drawn or listed one by one
 _LOOK_BACK = 1000  # iterations considered, from the end
 _GAP = 1.1  # a window longer than its iterations by this factor contains something else, such as an evaluation
+
+
+class Step(NamedTuple):
+    """A step of a job."""
+
+    job: str
+    start_ns: int
+    end_ns: int
+
+
+type Event = Iteration | Span | Bubble | Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,16 @@ class Window:
             return None
         start, end = max(start, 0), min(end, self.duration_ns)
         return start, end - start
+
+    def events(self, record: RankRecord, workers: Sequence[WorkerRecord]) -> Iterator[tuple[Event, int, int]]:
+        """Yield a rank's iterations, passes, bubbles and steps of jobs in the window, each with its ``place``."""
+        rank = record.info.rank
+        its = [one for one in record.iterations if self.first <= one.iteration <= self.last]
+        steps = [Step(worker.job, *step) for worker in workers if worker.rank == rank for step in worker.steps]
+        events: Iterator[Event] = chain(its, near(record.spans, self), near(record.bubbles, self), steps)
+        for one in events:
+            if placed := self.place(rank, one.start_ns, one.end_ns):
+                yield one, *placed
 
 
 def near[T](values: Sequence[T], window: Window) -> Sequence[T]:
