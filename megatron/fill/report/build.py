@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.fill.records.segment import Segment
 from megatron.fill.records.unwritten import Unwritten
@@ -130,16 +130,11 @@ class ReportBuilder:
         slowdown = paired_slowdown(paired)
         with_s = sum(fmean(sums.filled.values()) for sums in self.segments.values() if sums.filled) / _S
         summary = Summary(
-            iterations=total.iterations,
-            bubble_share=total.bubble_share,
-            harvest_ratio=total.harvest_ratio,
-            fill_efficiency=total.fill_efficiency,
+            **_of(total, Summary.model_fields),
             slowdown=slowdown,
             watching=watching_slowdown(paired),
             brakes=max((len(rank.brakes) for rank in self._ranks), default=0),
-            open_to_step_us=total.open_to_step_us,
-            overrun_us=total.overrun_us,
-            jobs=[JobSummary(**job.model_dump(include=set(JobSummary.model_fields))) for job in jobs],
+            jobs=[JobSummary(**_of(job, JobSummary.model_fields)) for job in jobs],
         )
         last = segments[-1]
         records = account_records(segments)
@@ -152,7 +147,7 @@ class ReportBuilder:
             summary=summary,
             ranks=[_with_units(rank, units) for rank in self._ranks],
             stages=[
-                StageReport(**_with_units(tally.totals(), units).model_dump(), stage=stage, ranks=len(ranks))
+                _with_units(StageReport(**dict(tally.totals()), stage=stage, ranks=len(ranks)), units)
                 for stage, (tally, ranks) in sorted(self._stages.items())
             ],
             total=total,
@@ -179,19 +174,11 @@ class ReportBuilder:
     ) -> SegmentReport:
         sums = self.segments.get(segment.number, SegmentSums())
         return SegmentReport(
-            number=segment.number,
-            ending=segment.ending,
-            started_s=segment.started_s,
-            ended_s=segment.ended_s,
-            ranks=segment.ranks,
+            **_of(segment, SegmentReport.model_fields),
             recorded=len(sums.infos),
             iterations=max(sums.iterations.values(), default=0),
             first_iteration=min(sums.numbers, default=None),
             last_iteration=max(sums.numbers, default=None),
-            store=segment.store,
-            warmup=segment.warmup,
-            paired_blocks=segment.paired_blocks,
-            command=segment.command,
             lost_until=sums.lost_until or None,
             unwritten=sorted(unwritten),
             cut=sorted(rank for rank, its in unwritten.items() if its.cut),
@@ -208,22 +195,13 @@ def _with_units[T: Totals](totals: T, units: Mapping[str, str]) -> T:
 
 def _rank(info: RankInfo, tally: Tally, brakes: Sequence[BrakeEvent], unknown: str) -> RankReport:
     return RankReport(
-        **tally.totals().model_dump(),
-        rank=info.rank,
-        stage=info.stage,
-        node=info.node,
-        device=info.device,
-        data_parallel_rank=info.data_parallel_rank,
-        tensor_parallel_rank=info.tensor_parallel_rank,
+        **dict(tally.totals()),
+        **_of(info, RankReport.model_fields),
         harvest_unknown=unknown,
-        brakes=[
-            BrakeReport(
-                iteration=its.iteration,
-                slowdown=its.slowdown,
-                pairs=its.pairs,
-                until=its.until,
-                guard_ms=its.guard_ns / _MS,
-            )
-            for its in brakes
-        ],
+        brakes=[BrakeReport(**_of(its, BrakeReport.model_fields), guard_ms=its.guard_ns / _MS) for its in brakes],
     )
+
+
+def _of(source: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the named attributes that ``source`` has."""
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}

@@ -21,9 +21,7 @@ def new_table(title: str, *headings: str) -> Table:
     return plain_table(*headings, gap=1, title=title, **style)
 
 
-def totals_table(
-    report: Report, title: str, headings: Iterable[str], cells: Callable[[Totals], Sequence[str]]
-) -> Table:
+def totals_table(report: Report, title: str, headings: Iterable[str], cells: Cells) -> Table:
     """Return a table with a row for each rank (or stage, if there are many ranks), and one for all."""
     rows: list[tuple[str, Totals]]
     if len(report.ranks) > MANY:
