@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, JobState, Status
@@ -24,6 +25,18 @@ from megatron.fill.work import NewJob
 
 _CANCELLED = Status(JobState.CANCELLED, Cause.CANCELLED)
 ASK_AGAIN_S = 300.0  # shortest time between two requests to move a job, each of which interrupts it
+
+
+def _in_transaction[**P, T](
+    method: Callable[Concatenate[JobStore, Transaction, P], T],
+) -> Callable[Concatenate[JobStore, P], T]:
+    """Give a method its one transaction, and repeat it if the database temporarily fails."""
+
+    @wraps(method)
+    def run(store: JobStore, *args: P.args, **named: P.kwargs) -> T:
+        return store._run(lambda transaction: method(store, transaction, *args, **named))
+
+    return run
 
 
 class JobStore(ABC):
@@ -52,13 +65,8 @@ class JobStore(ABC):
         Raises:
             JobError: an unfinished job of that name has another spec, or a job is after one that does not exist.
         """
-        checked = [checks.checked(job) for job in jobs]
-
-        def work(transaction: Transaction) -> list[Job]:
-            transaction.lock_names()
-            return rules.add(transaction, checked)
-
-        return self._run(work)
+        checked = [checks.checked(job) for job in jobs]  # others can use the store meanwhile
+        return self._run(lambda transaction: rules.add(transaction, checked))
 
     def get(self, job_id: int) -> Job:
         """The job with that number; JobError if there is no such job."""
@@ -87,8 +95,15 @@ class JobStore(ABC):
         """The device-seconds that the jobs of each user have had, of those that finished since then or have not."""
         return self._run(lambda transaction: transaction.used_s(since_s), write=False)
 
+    @_in_transaction
     def claim(
-        self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "", most: int | None = None
+        self,
+        transaction: Transaction,
+        owner: str,
+        wanted: Collection[int],
+        lease_s: float,
+        device: str = "",
+        most: int | None = None,
     ) -> Claim | None:
         """Claim the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if there is none.
 
@@ -98,27 +113,24 @@ class JobStore(ABC):
         """
         checks.check_lease(lease_s)
         ids = list(dict.fromkeys(job_id for job_id in wanted if checks.possible(job_id)))
+        full: set[str] = set()
+        if most is not None:
+            transaction.lock_names()  # two claims at once would both find room
+        _recover(transaction)
+        if most is not None:
+            running = Counter(job.user for job in transaction.jobs({JobState.RUNNING}, None))
+            full = {user for user, count in running.items() if count >= most}
+        job = rules.first_free(transaction, ids, device, full)
+        if job is None:
+            return None
+        now_s = transaction.now_s
+        job = replace(job, status=Status(JobState.RUNNING), started_s=now_s, attempt=job.attempt + 1, asked_by="")
+        job = replace(job, owner=owner, lease_until_s=now_s + lease_s, device=checks.storable(device))
+        transaction.put(job)
+        return Claim(job, owner)
 
-        def work(transaction: Transaction) -> Claim | None:
-            full: set[str] = set()
-            if most is not None:
-                transaction.lock_names()  # two claims at once would both find room
-            _recover(transaction)
-            if most is not None:
-                running = Counter(job.user for job in transaction.jobs({JobState.RUNNING}, None))
-                full = {user for user, count in running.items() if count >= most}
-            job = rules.first_free(transaction, ids, device, full)
-            if job is None:
-                return None
-            now_s = transaction.now_s
-            job = replace(job, status=Status(JobState.RUNNING), started_s=now_s, attempt=job.attempt + 1, asked_by="")
-            job = replace(job, owner=owner, lease_until_s=now_s + lease_s, device=checks.storable(device))
-            transaction.put(job)
-            return Claim(job, owner)
-
-        return self._run(work)
-
-    def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
+    @_in_transaction
+    def ask_for(self, transaction: Transaction, job_id: int, attempt: int, device: str) -> bool:
         """Ask the agent of a RUNNING job to give it to ``device``, which is idle; False if the request is refused.
 
         The next heartbeat notifies that agent (MOVE).  Once it has released the job, only ``device`` can claim it.  The
@@ -127,34 +139,27 @@ class JobStore(ABC):
         ``ASK_AGAIN_S`` ago, is ``cancelling``, or was claimed again since ``attempt``.
         """
         device = checks.storable(device)
+        job = transaction.job(job_id) if checks.possible(job_id) else None
+        now_s = transaction.now_s
+        if job is None or (job.state, job.attempt, job.cancelling) != (JobState.RUNNING, attempt, False):
+            return False
+        lately = job.asked_s is not None and now_s < job.asked_s + ASK_AGAIN_S
+        if lately or job.device == device or not rules.idle(transaction, device):
+            return False
+        transaction.put(replace(job, asked_by=device, asked_s=now_s))
+        return True
 
-        def work(transaction: Transaction) -> bool:
-            job = transaction.job(job_id) if checks.possible(job_id) else None
-            now_s = transaction.now_s
-            if job is None or (job.state, job.attempt, job.cancelling) != (JobState.RUNNING, attempt, False):
-                return False
-            lately = job.asked_s is not None and now_s < job.asked_s + ASK_AGAIN_S
-            if lately or job.device == device or not rules.idle(transaction, device):
-                return False
-            transaction.put(replace(job, asked_by=device, asked_s=now_s))
-            return True
-
-        return self._run(work)
-
-    def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:
+    @_in_transaction
+    def heartbeat(self, transaction: Transaction, claim: Claim, progress: Progress, lease_s: float) -> Standing:
         """Renew the lease for ``lease_s``, and report the job's progress."""
         checks.check_lease(lease_s)
-
-        def work(transaction: Transaction) -> Standing:
-            job = rules.held(transaction, claim)
-            if job is None:
-                return Standing.LOST
-            transaction.put(replace(job, lease_until_s=transaction.now_s + lease_s, progress=progress))
-            if job.cancelling:
-                return Standing.CANCELLED
-            return Standing.MOVE if rules.awaited(transaction, job) else Standing.HELD
-
-        return self._run(work)
+        job = rules.held(transaction, claim)
+        if job is None:
+            return Standing.LOST
+        transaction.put(replace(job, lease_until_s=transaction.now_s + lease_s, progress=progress))
+        if job.cancelling:
+            return Standing.CANCELLED
+        return Standing.MOVE if rules.awaited(transaction, job) else Standing.HELD
 
     def place(self, claim: Claim, directory: str) -> bool:
         """Record the job's folder; False if the claim is lost."""
@@ -162,7 +167,10 @@ class JobStore(ABC):
             raise JobError(f"the folder of job {claim.job.name} is {directory!r}; expected a printable path")
         return self._change(claim, lambda job, now_s: replace(job, directory=directory))
 
-    def finish(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
+    @_in_transaction
+    def finish(
+        self, transaction: Transaction, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]
+    ) -> bool:
         """Finish the job as SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost.
 
         After a StoreError it may have succeeded anyway: the same call then returns True.
@@ -171,18 +179,14 @@ class JobStore(ABC):
             expected = "expected SUCCEEDED, FAILED or CANCELLED"
             raise JobError(f"job {claim.job.name} cannot finish as {status.state}; {expected}")
         plain = checks.plain("result", result)
-
-        def work(transaction: Transaction) -> bool:
-            job = rules.held(transaction, claim)
-            if job is None:
-                # An earlier call whose answer was lost may have done it: no other process ends this attempt this way.
-                last = transaction.job(claim.job.id)
-                return last is not None and (last.state, last.attempt) == (status.state, claim.attempt)
-            ended = _ended(job, status, transaction.now_s)
-            transaction.put(replace(ended, progress=progress, result=plain))
-            return True
-
-        return self._run(work)
+        job = rules.held(transaction, claim)
+        if job is None:
+            # An earlier call whose answer was lost may have done it: no other process ends this attempt this way.
+            last = transaction.job(claim.job.id)
+            return last is not None and (last.state, last.attempt) == (status.state, claim.attempt)
+        ended = _ended(job, status, transaction.now_s)
+        transaction.put(replace(ended, progress=progress, result=plain))
+        return True
 
     def release(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
         """Put the job back to QUEUED (or CANCELLED if that was requested); False if the claim is lost.
@@ -194,91 +198,75 @@ class JobStore(ABC):
             claim, lambda job, now_s: replace(_returned(job, status, now_s), progress=progress, result=plain)
         )
 
-    def disown(self, owner: str) -> int:
+    @_in_transaction
+    def disown(self, transaction: Transaction, owner: str) -> int:
         """Release all jobs of ``owner``, which is known to be dead; return their number."""
-
-        def work(transaction: Transaction) -> int:
-            running = transaction.jobs({JobState.RUNNING}, None)
-            theirs = [rules.existing(transaction, job.id) for job in running if job.owner == owner]
-            for job in theirs:
-                transaction.put(_returned(job, Status(JobState.QUEUED, Cause.AGENT_DIED), transaction.now_s))
-            return len(theirs)
-
-        return self._run(work)
+        running = transaction.jobs({JobState.RUNNING}, None)
+        theirs = [rules.existing(transaction, job.id) for job in running if job.owner == owner]
+        for job in theirs:
+            transaction.put(_returned(job, Status(JobState.QUEUED, Cause.AGENT_DIED), transaction.now_s))
+        return len(theirs)
 
     def recover(self) -> int:
         """Put jobs whose lease has expired back to QUEUED (or CANCELLED if that was requested); return their number."""
         return self._run(_recover)
 
-    def cancel(self, job_id: int) -> Job:
+    @_in_transaction
+    def cancel(self, transaction: Transaction, job_id: int) -> Job:
         """Cancel a job: a QUEUED or lost one at once; a RUNNING one is ``cancelling`` until its agent stops it.
 
         Raises:
             JobError: there is no such job, or it has finished.
         """
+        job = rules.existing(transaction, job_id)
+        if job.state.finished:
+            raise JobError(f"job {_label(job)} is {job.state}; expected a job that has not finished")
+        if job.state is JobState.RUNNING and not job.lost(transaction.now_s):
+            job = replace(job, cancelling=True)
+        else:
+            job = _ended(job, _CANCELLED, transaction.now_s)
+        transaction.put(job)
+        return job
 
-        def work(transaction: Transaction) -> Job:
-            job = rules.existing(transaction, job_id)
-            if job.state.finished:
-                raise JobError(f"job {_label(job)} is {job.state}; expected a job that has not finished")
-            if job.state is JobState.RUNNING and not job.lost(transaction.now_s):
-                job = replace(job, cancelling=True)
-            else:
-                job = _ended(job, _CANCELLED, transaction.now_s)
-            transaction.put(job)
-            return job
-
-        return self._run(work)
-
-    def note(self, job_id: int, status: Status) -> None:
+    @_in_transaction
+    def note(self, transaction: Transaction, job_id: int, status: Status) -> None:
         """Record why a QUEUED job still waits, as its status; a job in another state is not changed."""
+        job = rules.existing(transaction, job_id)
+        if job.state is JobState.QUEUED:
+            transaction.put(replace(job, status=_waiting(status)))
 
-        def work(transaction: Transaction) -> None:
-            job = rules.existing(transaction, job_id)
-            if job.state is JobState.QUEUED:
-                transaction.put(replace(job, status=_waiting(status)))
-
-        self._run(work)
-
-    def retry(self, job_id: int) -> Job:
+    @_in_transaction
+    def retry(self, transaction: Transaction, job_id: int) -> Job:
         """Put a FAILED, CANCELLED or lost job back to QUEUED, with its checkpoint if there is one.
 
         Raises:
             JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.
         """
+        job = rules.existing(transaction, job_id)
+        lost = job.lost(transaction.now_s)
+        if not lost and job.state not in (JobState.FAILED, JobState.CANCELLED):
+            raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
+        namesake = transaction.unfinished([job.name]).get(job.name)
+        if namesake is not None and namesake.id != job.id:
+            use = f"in use by the {namesake.state} job {namesake.id}"
+            raise JobError(f"job {_label(job)} cannot be retried: its name is {use}")
+        if lost:
+            job = _expired(replace(job, cancelling=False), transaction.now_s)
+        else:
+            progress = replace(job.progress, failures=0)
+            job = replace(job, status=Status(JobState.QUEUED), finished_s=None, progress=progress)
+        transaction.put(job)
+        return job
 
-        def work(transaction: Transaction) -> Job:
-            job = rules.existing(transaction, job_id)
-            lost = job.lost(transaction.now_s)
-            if not lost and job.state not in (JobState.FAILED, JobState.CANCELLED):
-                raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
-            namesake = transaction.unfinished([job.name]).get(job.name)
-            if namesake is not None and namesake.id != job.id:
-                use = f"in use by the {namesake.state} job {namesake.id}"
-                raise JobError(f"job {_label(job)} cannot be retried: its name is {use}")
-            if lost:
-                job = _expired(replace(job, cancelling=False), transaction.now_s)
-            else:
-                progress = replace(job.progress, failures=0)
-                job = replace(job, status=Status(JobState.QUEUED), finished_s=None, progress=progress)
-            transaction.put(job)
-            return job
-
-        return self._run(work)
-
-    def forget(self, job_ids: Collection[int], before_s: float) -> Sequence[int]:
+    @_in_transaction
+    def forget(self, transaction: Transaction, job_ids: Collection[int], before_s: float) -> Sequence[int]:
         """Delete those of these jobs that finished before ``before_s`` and are not needed; return their numbers.
 
         A job is needed if a job that stays is ``after`` it, and if it is the store's newest (``rules.forgettable``).
         """
-        wanted = set(job_ids)
-
-        def work(transaction: Transaction) -> Sequence[int]:
-            transaction.lock_names()  # no job that is after one of these may come meanwhile
-            going = rules.forgettable(transaction.jobs((), None), before_s, wanted)
-            return transaction.drop([job.id for job in going], before_s)
-
-        return self._run(work)
+        transaction.lock_names()  # no job that is after one of these may come meanwhile
+        going = rules.forgettable(transaction.jobs((), None), before_s, job_ids)
+        return transaction.drop([job.id for job in going], before_s)
 
     def report_device(self, device: DeviceEntry, lease_s: float) -> None:
         """Record that a device serves jobs; it is dropped unless reported again within ``lease_s``."""
@@ -309,16 +297,13 @@ class JobStore(ABC):
         plain = checks.plain("profile", profile)
         self._run(lambda transaction: transaction.put_profile(key, plain))
 
-    def _change(self, claim: Claim, change: Callable[[Job, float], Job]) -> bool:
+    @_in_transaction
+    def _change(self, transaction: Transaction, claim: Claim, change: Callable[[Job, float], Job]) -> bool:
         """Change a claimed job; return False if the claim is lost."""
-
-        def work(transaction: Transaction) -> bool:
-            job = rules.held(transaction, claim)
-            if job is not None:
-                transaction.put(change(job, transaction.now_s))
-            return job is not None
-
-        return self._run(work)
+        job = rules.held(transaction, claim)
+        if job is not None:
+            transaction.put(change(job, transaction.now_s))
+        return job is not None
 
 
 def _recover(transaction: Transaction) -> int:

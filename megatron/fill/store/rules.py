@@ -77,6 +77,7 @@ def add(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
     Raises:
         JobError: a name is in use by another job, or a job is after a job that does not exist.
     """
+    transaction.lock_names()
     known = transaction.unfinished({job.name for job in new})
     fresh: dict[str, NewJob] = {}
     for job in new:
