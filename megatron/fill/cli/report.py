@@ -15,7 +15,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.quantities import parse_prices
 
 if TYPE_CHECKING:
-    from megatron.fill.report import Report
+    from megatron.fill.report import Ask, Report
 
 
 def report(
@@ -56,15 +56,13 @@ def report(
         check_writable("--html", html)
         library()
 
-    page = None if html is None else partial(write_page, html, run)
-
     def made(folder: Path, show: Callable[[Report], None] = lambda report: None) -> Report:
         last = last_segment(folder)
         # Jobs that run go on with the training, or between two.
         where, going = store or last.store, last.ending is SegmentEnding.RUNNING or bool(last.between())
-        if not where:
-            return compose(folder, prices=prices, page=page, show=show)
-        return compose(folder, partial(current_states, where, folder, going), prices, page=page, show=show)
+        ask: Ask = partial(current_states, where, folder, going) if where else lambda names: {}
+        page = None if html is None else partial(write_page, html, run)
+        return compose(folder, ask, prices, page=page, show=show)
 
     def show(report: Report) -> None:
         if as_json:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.fill.account import Account, Spent
-from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
 from megatron.fill.linux.proc import waited_ns_in
-from megatron.fill.records.files import head, read_lines
+from megatron.fill.records.files import content_of, head, read_lines
 from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
@@ -74,11 +73,9 @@ def read_account(folder: Path, rank: int) -> AccountRecord | None:
 
 def _read(path: Path) -> AccountRecord:
     content = next(read_lines(path, "account"))
-    try:
+    with content_of(path):
         spent = {name: Spent(**values) for name, values in content["spent"].items()}
         return AccountRecord(**content | {"spent": spent, "traced": [Traced(*one) for one in content["traced"]]})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
 
 
 class AccountWriter:

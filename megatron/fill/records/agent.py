@@ -7,9 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
-from megatron.fill.records.files import append, head, line, read_lines
+from megatron.fill.records.files import append, content_of, head, line, read_lines
 from megatron.fill.records.tables import Table, as_columns, extend, names_of
 from megatron.fill.spec import typed
 from megatron.fill.types import BubbleUse, JobRecord, WorkerRecord
@@ -88,7 +87,7 @@ def read_agent(path: Path, steps: bool = True) -> Attempts:
     lines = read_lines(path, "agent", but="" if steps else "steps")
     next(lines)
     found: Attempts = []
-    try:
+    with content_of(path):
         for content in lines:
             if "steps" in content:  # the steps of the attempt on the line before
                 job, worker = found.pop()
@@ -96,8 +95,6 @@ def read_agent(path: Path, steps: bool = True) -> Attempts:
                 found.append((job, replace(worker, steps=pairs)))
             else:
                 found.append(attempt_of(content))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
     return found
 
 

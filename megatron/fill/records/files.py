@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,15 @@ def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FillError(f"{path}: line {number} is {str(content)[:40]!r}; expected an object")
     return content
+
+
+@contextmanager
+def content_of(path: Path) -> Iterator[None]:
+    """Raise FillError for an error in what is made of the values of a record: it is damaged."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
 
 
 def check(path: Path, kind: str, content: dict[str, Any]) -> None:

@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
-from megatron.fill.records.files import NothingRecorded, append, head, line, note, read_lines
+from megatron.fill.records.files import NothingRecorded, append, content_of, head, line, note, read_lines
 from megatron.fill.records.tables import Table, as_columns, extend, names_of
 from megatron.fill.spec import typed
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, Iteration, RankInfo, RankRecord, Span
@@ -225,18 +224,16 @@ def read_rank(*paths: Path, spans: bool = True) -> RankRecord:
     columns: dict[str, dict[str, list[Any]]]
     columns = {table: {name: [] for name in names_of(cls)} for table, cls in _TABLES.items()}
     said: dict[str, Any] = {}
-    try:
-        for path in paths:
-            with suppress(NothingRecorded):
-                for content in read_lines(path, "rank", but="" if spans else "spans"):
-                    said |= {name: value for name, value in content.items() if name not in _TABLES}
-                    for table in content.keys() & _TABLES:
-                        extend(columns[table], _TABLES[table], content[table])
-        if not said:
-            raise NothingRecorded(f"{', '.join(map(str, paths))}: no line is complete")
+    for path in paths:
+        with suppress(NothingRecorded), content_of(path):
+            for content in read_lines(path, "rank", but="" if spans else "spans"):
+                said |= {name: value for name, value in content.items() if name not in _TABLES}
+                for table in content.keys() & _TABLES:
+                    extend(columns[table], _TABLES[table], content[table])
+    if not said:
+        raise NothingRecorded(f"{', '.join(map(str, paths))}: no line is complete")
+    with content_of(paths[-1]):
         columns["bubbles"]["kind"] = [_KINDS[kind] for kind in columns["bubbles"]["kind"]]
         tables: dict[str, Any] = {table: Table(cls, columns[table]) for table, cls in _TABLES.items()}
         record: RankRecord = typed(RankRecord, said | tables)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
     return record

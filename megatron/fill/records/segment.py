@@ -18,7 +18,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.folders import BETWEEN, RECORDS
 from megatron.fill.linux.files import replacing
 from megatron.fill.records.agent import Attempts, read_agent
-from megatron.fill.records.files import NothingRecorded, head, note, read_lines
+from megatron.fill.records.files import NothingRecorded, content_of, head, note, read_lines
 from megatron.fill.records.rank import read_rank
 from megatron.fill.records.unwritten import Unwritten, in_memory
 from megatron.fill.spec import typed
@@ -198,18 +198,15 @@ def _numbers(records: Path) -> list[int]:
 def _segment(folder: Path, number: int) -> Segment | None:
     """Read a segment; None if it was cut off before its file was written."""
     path = folder / _SEGMENT
-    try:
-        if not path.exists():
-            return None
+    if not path.exists():
+        return None
+    with suppress(NothingRecorded), content_of(path):
         content = next(read_lines(path, "segment"))
         if content["ended_s"] is None:
             content["ending"] = _unsaid(folder)
         segment: Segment = typed(Segment, content | {"folder": folder, "number": number})
         return segment
-    except NothingRecorded:
-        return None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+    return None
 
 
 def _unsaid(folder: Path) -> SegmentEnding:
