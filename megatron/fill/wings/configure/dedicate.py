@@ -36,19 +36,13 @@ type Row = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Dedicated:
-    """Result of annealing.
+    """Result of annealing."""
 
-    Attributes:
-        orders: the best ones, the one with the least energy first: the physical rank of each logical one.
-        energy_ns: energy of the first; ``identity_ns`` of the cluster's own order, ``least_ns`` a lower bound.
-        moves: number of moves tried.
-    """
-
-    orders: tuple[tuple[int, ...], ...]
-    energy_ns: int
-    identity_ns: int
-    least_ns: int
-    moves: int
+    orders: tuple[tuple[int, ...], ...]  # the best first: the physical rank of each logical one
+    energy_ns: int  # energy of the first
+    identity_ns: int  # energy of the cluster's own order
+    least_ns: int  # lower bound on the energy of any order
+    moves: int  # number of moves tried
 
     @property
     def order(self) -> tuple[int, ...]:

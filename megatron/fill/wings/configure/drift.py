@@ -16,18 +16,13 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Change of a link between two measurements.
-
-    Attributes:
-        old_bytes_per_s, new_bytes_per_s: its bandwidth.
-        spread: the larger one of both measurements.
-    """
+    """Change of a link between two measurements."""
 
     sender: Place
     receiver: Place
-    old_bytes_per_s: float
+    old_bytes_per_s: float  # its bandwidth
     new_bytes_per_s: float
-    spread: float
+    spread: float  # the larger one of both measurements
 
     @property
     def change(self) -> float:

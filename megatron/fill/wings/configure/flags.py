@@ -302,18 +302,11 @@ def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:
     Args:
         predicted: number of layers that predict later tokens.
     """
-    flags = [
-        *("--tensor-model-parallel-size", str(parallel.tp)),
-        *("--pipeline-model-parallel-size", str(parallel.pp)),
-        *("--context-parallel-size", str(parallel.cp)),
-        *("--micro-batch-size", str(parallel.microbatch)),
-    ]
-    if parallel.expert_tp is not None:
-        flags += ["--expert-tensor-parallel-size", str(parallel.expert_tp)]
-    if parallel.group_size is not None:
-        flags += ["--microbatch-group-size-per-virtual-pipeline-stage", str(parallel.group_size)]
-    if parallel.ep > 1:
-        flags += ["--expert-model-parallel-size", str(parallel.ep)]
+    flags: list[str] = []
+    for name in ("tp", "pp", "cp", "microbatch", "expert_tp", "group_size", "ep"):
+        size = getattr(parallel, name)
+        if size is not None and (name != "ep" or size > 1):
+            flags += [_FIELDS[name], str(size)]
     if parallel.stage_layers is not None:
         stages = "|".join("t" * count for count in parallel.stage_layers)
         flags += [_LAYOUT_TEXT, f"E{stages}{'m' * predicted}L"]

@@ -41,10 +41,6 @@ _WITH = {
     "--overlap-param-gather": "--overlap-grad-reduce",
     "--fp8-param-gather": "--fp8-format",
 }
-# Flags that are neutral with the one value that is counted.
-_COUNTED = {
-    "--recompute-num-layers": "1",
-}
 _NEUTRAL = re.compile(
     "--(?:"
     # the model, its numbers and its precision, as far as they are counted
@@ -96,8 +92,8 @@ def is_neutral(flag: str, value: str | None) -> bool:
         return value == "local"
     if flag == "--moe-token-dispatcher-type":
         return value in ("alltoall", "flex")
-    if flag in _COUNTED:
-        return value == _COUNTED[flag]
+    if flag == "--recompute-num-layers":
+        return value == "1"
     return flag in ("--optimizer", "--recompute-method") or _NEUTRAL.fullmatch(flag) is not None
 
 

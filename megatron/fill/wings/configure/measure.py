@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from megatron.fill.display import counted
-from megatron.fill.errors import NetworkError
+from megatron.fill.errors import ConfigError, NetworkError
 from megatron.fill.launcher import local_rank
 from megatron.fill.wings.configure.network import Place
 from megatron.fill.wings.configure.rounds import rounds
@@ -23,14 +23,19 @@ type Groups = list[list[tuple[int, ...]]]
 type Samples = dict[tuple[Any, ...], list[float]]  # transfers by (sender, receiver, size), reductions by (ranks, size)
 
 
-def why_not() -> str:
-    """Reason why this process cannot measure as a rank; empty if it can."""
+def check_ranks() -> None:
+    """Check that this process was started as one of several ranks.
+
+    Raises:
+        ConfigError: it was not.
+    """
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
-        return f"{missing[0]} is not set; expected to be started in every rank, by torchrun or srun"
+        raise ConfigError(
+            f"cannot measure: {missing[0]} is not set; expected to be started in every rank, by torchrun or srun"
+        )
     if int(os.environ["WORLD_SIZE"]) < 2:
-        return "there is one rank; expected two or more"
-    return ""
+        raise ConfigError("cannot measure: there is one rank; expected two or more")
 
 
 def groups(hosts: Sequence[str]) -> Groups:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,6 @@ class Network:
             diagonal.
         backend: library that moved the messages, ``gloo`` or ``nccl``.
         measured_at: ISO 8601, with its offset from UTC.
-
-    Raises:
-        ValueError: a field is none of this; the message begins with its name.
     """
 
     ranks: tuple[Place, ...]
@@ -54,24 +50,6 @@ class Network:
     spread: tuple[tuple[float, ...], ...]
     backend: str
     measured_at: str
-
-    def __post_init__(self) -> None:
-        if len(self.ranks) < 2:
-            raise ValueError(f"ranks has {len(self.ranks)} entries: expected two or more")
-        for number, place in enumerate(self.ranks):
-            if place in self.ranks[:number]:
-                raise ValueError(f"ranks[{number}] is {place}, as ranks[{self.ranks.index(place)}]: expected each once")
-        _check(self.bandwidth_bytes_per_s, "bandwidth_bytes_per_s", len(self.ranks), None)
-        _check(self.latency_s, "latency_s", len(self.ranks), 0)
-        _check(self.spread, "spread", len(self.ranks), 0, may_be_0=True)
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {shown(self.backend)}: expected {' or '.join(BACKENDS)}")
-        try:
-            aware = datetime.fromisoformat(self.measured_at).tzinfo is not None
-        except (TypeError, ValueError):
-            aware = False
-        if not aware:
-            raise ValueError(f"measured_at is {shown(self.measured_at)}: expected such as 2026-01-31T18:00:00+00:00")
 
     @classmethod
     def load(cls, path: Path) -> Network:
@@ -91,13 +69,14 @@ class Network:
             if name not in data:
                 raise ConfigError(f"{path}: {name} is missing; expected {_EXPECTED}")
         try:
+            ranks = _places(data["ranks"])
             return cls(
-                ranks=_places(data["ranks"]),
-                bandwidth_bytes_per_s=_matrix(data["bandwidth_bytes_per_s"], "bandwidth_bytes_per_s", None),
-                latency_s=_matrix(data["latency_s"], "latency_s", 0.0),
-                spread=_matrix(data["spread"], "spread", 0.0),
-                backend=data["backend"],
-                measured_at=data["measured_at"],
+                ranks=ranks,
+                bandwidth_bytes_per_s=_matrix(data["bandwidth_bytes_per_s"], "bandwidth_bytes_per_s", len(ranks), None),
+                latency_s=_matrix(data["latency_s"], "latency_s", len(ranks), 0.0),
+                spread=_matrix(data["spread"], "spread", len(ranks), 0.0, may_be_0=True),
+                backend=_backend(data["backend"]),
+                measured_at=_time(data["measured_at"]),
             )
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
@@ -119,25 +98,10 @@ def _shown(value: Any) -> str:
     return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
 
 
-def _check(rows: tuple[tuple[Any, ...], ...], name: str, size: int, own: float | None, may_be_0: bool = False) -> None:
-    if len(rows) != size:
-        raise ValueError(f"{name} has {len(rows)} rows: expected {size}, one for each of ranks")
-    for sender, row in enumerate(rows):
-        if len(row) != size:
-            raise ValueError(f"{name}[{sender}] has {len(row)} columns: expected {size}, one for each of ranks")
-        for receiver, value in enumerate(row):
-            where = f"{name}[{sender}][{receiver}]"
-            if sender == receiver:
-                if value != own:
-                    raise ValueError(f"{where} is {shown(value)}: expected {'null' if own is None else 'null or 0'}")
-            elif type(value) not in (int, float) or not isfinite(value) or value < 0 or (value == 0 and not may_be_0):
-                expected = "a finite number, 0 or more" if may_be_0 else "a finite number above 0"
-                raise ValueError(f"{where} is {shown(value)}: expected {expected}")
-
-
 def _places(data: Any) -> tuple[Place, ...]:
     if not isinstance(data, list):
         raise ValueError(f"ranks is {shown(data)}: expected a list")
+    found: list[Place] = []
     for number, rank in enumerate(data):
         if not isinstance(rank, dict) or set(rank) != {"host", "local_rank"}:
             raise ValueError(f"ranks[{number}] is {shown(rank)}: expected host and local_rank")
@@ -145,17 +109,48 @@ def _places(data: Any) -> tuple[Place, ...]:
             raise ValueError(f"ranks[{number}].host is {shown(rank['host'])}: expected a name")
         if type(rank["local_rank"]) is not int or rank["local_rank"] < 0:
             raise ValueError(f"ranks[{number}].local_rank is {shown(rank['local_rank'])}: expected 0 or more")
-    return tuple(Place(rank["host"], rank["local_rank"]) for rank in data)
+        place = Place(rank["host"], rank["local_rank"])
+        if place in found:
+            raise ValueError(f"ranks[{number}] is {place}, as ranks[{found.index(place)}]: expected each once")
+        found.append(place)
+    if len(found) < 2:
+        raise ValueError(f"ranks has {len(found)} entries: expected two or more")
+    return tuple(found)
 
 
-def _matrix(data: Any, name: str, own: float | None) -> tuple[tuple[Any, ...], ...]:
+def _matrix(data: Any, name: str, size: int, own: float | None, may_be_0: bool = False) -> tuple[tuple[Any, ...], ...]:
     """Its rows, with ``own`` on the diagonal for null or 0."""
     if not isinstance(data, list):
         raise ValueError(f"{name} is {shown(data)}: expected a list of rows")
-    for number, row in enumerate(data):
+    if len(data) != size:
+        raise ValueError(f"{name} has {len(data)} rows: expected {size}, one for each of ranks")
+    rows = []
+    for sender, row in enumerate(data):
         if not isinstance(row, list):
-            raise ValueError(f"{name}[{number}] is {shown(row)}: expected a list")
-    return tuple(
-        tuple(own if number == column and value in (None, 0) else value for column, value in enumerate(row))
-        for number, row in enumerate(data)
-    )
+            raise ValueError(f"{name}[{sender}] is {shown(row)}: expected a list")
+        if len(row) != size:
+            raise ValueError(f"{name}[{sender}] has {len(row)} columns: expected {size}, one for each of ranks")
+        for receiver, value in enumerate(row):
+            where = f"{name}[{sender}][{receiver}] is {shown(value)}: expected"
+            if sender == receiver:
+                if value not in (None, 0):
+                    raise ValueError(f"{where} {'null' if own is None else 'null or 0'}")
+            elif type(value) not in (int, float) or value < 0 or (value == 0 and not may_be_0):
+                raise ValueError(f"{where} a finite number{', 0 or more' if may_be_0 else ' above 0'}")
+        rows.append(tuple(own if sender == receiver else value for receiver, value in enumerate(row)))
+    return tuple(rows)
+
+
+def _backend(data: Any) -> str:
+    if data not in BACKENDS:
+        raise ValueError(f"backend is {shown(data)}: expected {' or '.join(BACKENDS)}")
+    return str(data)
+
+
+def _time(data: Any) -> str:
+    try:
+        if datetime.fromisoformat(data).tzinfo is not None:
+            return str(data)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"measured_at is {shown(data)}: expected such as 2026-01-31T18:00:00+00:00")

@@ -23,8 +23,9 @@ from megatron.fill.wings.configure.details import detailed
 from megatron.fill.wings.configure.flags import Training, in_flags
 from megatron.fill.wings.configure.overlap import expert_problem
 from megatron.fill.wings.mainjob.model import ModelSpec
-from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.mainjob.parallel import Parallel
 
+_HELD = "recompute", "recomputed", "recompute_modules", "expert_tp", "embedding_is_layer", "loss_is_layer"
 _CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divide among the stages
 _NO_CHUNKS = "virtual stages: several stages, and layers that divide among them"
 _NO_STAGES = "--num-layers is divided among the stages, but for the first and the last"
@@ -76,22 +77,17 @@ def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter
 
 def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, excluded: Counter[str]) -> Iterator[Parallel]:
     model, fixed = padded(training, tp), training.fixed
-    common = {
+    common: dict[str, Any] = {
         "tp": tp,
         "pp": pp,
         "dp": dp,
         "cp": cp,
         "global_batch": training.global_batch,
         "sequence_parallel": tp > 1 and model.sequence % tp == 0,
-        "recompute": fixed.get("recompute", Recompute.NONE),
-        "recomputed": fixed.get("recomputed"),
-        "recompute_modules": fixed.get("recompute_modules", ("core_attn",)),
         "precision": training.precision,
         "distributed_optimizer": dp * cp > 1 or model.kernels.fp8_weights or fixed.get("distributed_optimizer", False),
-        "expert_tp": fixed.get("expert_tp"),
-        "embedding_is_layer": "embedding_is_layer" in fixed,
-        "loss_is_layer": "loss_is_layer" in fixed,
     }
+    common |= {name: fixed[name] for name in _HELD if name in fixed}
     splits = _splits(model, fixed, pp)
     holders = tp * dp * cp // fixed.get("expert_tp", tp)  # ranks that may have different experts, each of that width
     experts = [its for its in divisors(max(1, holders)) if model.experts % its == 0] if model.experts else [1]

@@ -44,56 +44,33 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """The layout of one training over its GPUs.
+    """The layout of one training over its GPUs."""
 
-    Attributes:
-        tp: number of tensor-parallel ranks.
-        pp: number of pipeline-parallel ranks.
-        dp: number of data-parallel ranks.
-        cp: number of context-parallel ranks; each has a part of every sequence.
-        ep: number of expert-parallel ranks; each has a part of the experts.
-        expert_tp: number of tensor-parallel ranks of an expert; None for ``tp``.
-        chunks: virtual stages per rank.
-        microbatch: samples per microbatch.
-        global_batch: samples per iteration, over all data-parallel ranks.
-        schedule: a name that ``pipeline.schedules.make_schedule`` knows, or the absolute path of a schedule's file.
-        group_size: microbatches in a group of the interleaved schedule; None for ``pp``.
-        sequence_parallel: True if the activations that tensor parallelism replicates are divided along the sequence.
-        recompute_modules: modules that selective recomputation computes again, of ``core_attn``, ``mlp``, ``moe``,
-            ``shared_experts``, ``layernorm``, ``moe_act`` and ``mla_up_proj`` (Megatron-core 0.19,
-            ``TransformerConfig.recompute_modules``).
-        recomputed: number of the first layers of each virtual stage that full recomputation computes again
-            (``--recompute-method block``); None for all.
-        distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
-        first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
-        last_layers: number of layers of the last rank; None for that of the other ranks.
-        embedding_is_layer: True if the embedding counts as a layer of the first virtual stage.
-        loss_is_layer: True if the loss counts as a layer of the last virtual stage.
-        stage_layers: number of layers of each virtual stage, along the model, which may be 0; None to divide
-            them evenly but for the fields above.
-    """
-
-    tp: int = 1
-    pp: int
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    expert_tp: int | None = None
-    chunks: int = 1
-    microbatch: int = 1
-    global_batch: int
-    schedule: str = "1f1b"
-    group_size: int | None = None
-    sequence_parallel: bool = False
+    tp: int = 1  # tensor-parallel ranks
+    pp: int  # pipeline-parallel ranks
+    dp: int = 1  # data-parallel ranks
+    cp: int = 1  # context-parallel ranks; each has a part of every sequence
+    ep: int = 1  # expert-parallel ranks; each has a part of the experts
+    expert_tp: int | None = None  # tensor-parallel ranks of an expert; None for ``tp``
+    chunks: int = 1  # virtual stages per rank
+    microbatch: int = 1  # samples per microbatch
+    global_batch: int  # samples per iteration, over all data-parallel ranks
+    schedule: str = "1f1b"  # name for ``pipeline.schedules.make_schedule``, or absolute path of a schedule's file
+    group_size: int | None = None  # microbatches in a group of the interleaved schedule; None for ``pp``
+    sequence_parallel: bool = False  # activations that tensor parallelism replicates are divided along the sequence
     recompute: Recompute = Recompute.NONE
+    # Modules that selective recomputation computes again, of core_attn, mlp, moe, shared_experts, layernorm, moe_act
+    # and mla_up_proj (Megatron-core 0.19, ``TransformerConfig.recompute_modules``).
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    # First layers of each virtual stage that full recomputation computes again (--recompute-method block), or all.
     recomputed: int | None = None
     precision: Precision = Precision.BF16
-    distributed_optimizer: bool = False
-    first_layers: int | None = None
-    last_layers: int | None = None
-    embedding_is_layer: bool = False
-    loss_is_layer: bool = False
+    distributed_optimizer: bool = False  # the optimizer's state is divided over the data-parallel ranks
+    first_layers: int | None = None  # layers of the first rank, in all its chunks; None for that of the other ranks
+    last_layers: int | None = None  # layers of the last rank, likewise
+    embedding_is_layer: bool = False  # the embedding counts as a layer of the first virtual stage
+    loss_is_layer: bool = False  # the loss counts as a layer of the last virtual stage
+    # Layers of each virtual stage, along the model, which may be 0; None to divide them by the fields above.
     stage_layers: tuple[int, ...] | None = None
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -251,12 +250,6 @@ def _gib(its: Proposal, places: int) -> str:
     return f"{shown:.{places}f} ({low:.{places}f}-{high:.{places}f})"
 
 
-def _others(row: Sequence[Valued]) -> list[str]:
-    """Return the numbers of virtual stages of a row, but for that of its first."""
-    counts = sorted({one.proposal.parallel.chunks for one in row})
-    return [str(count) for count in counts if count != row[0].proposal.parallel.chunks]
-
-
 def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error: float) -> None:
     from rich.console import Console
 
@@ -271,24 +264,20 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
     ranked = ranks([one.proposal.iteration_s if main else one.net_gpu_s for one in choice.best], error)
     for rank, one in zip(ranked, choice.best, strict=True):
         its, para = one.proposal, one.proposal.parallel
-        sizes = (
-            *(() if alike else (para.gpus,)),
-            para.tp,
-            para.pp,
-            para.chunks,
-            para.dp,
-            para.cp,
-            para.ep,
-            para.microbatch,
-        )
+        sizes = [para.tp, para.pp, para.chunks, para.dp, para.cp, para.ep, para.microbatch]
+        sizes = sizes if alike else [para.gpus, *sizes]
         row = [f"{rank}{'=' if ranked.count(rank) > 1 else ' '}", *map(str, sizes), para.recompute.value]
         row += [f"{its.iteration_s:.4g}", _gib(its, int(alike)), f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80).print(table)
     if len(set(ranked)) < len(ranked):
         print(f"= marks ties: rows within {error:.1%} of a rank's fastest, whose order is not known.")
-    named = [(number, ", ".join(_others(row))) for number, row in enumerate(choice.rows, 1)]
-    if others := [f"row {number}: {counts}" for number, counts in named if counts]:
+    others = []
+    for number, found in enumerate(choice.rows, 1):
+        own, *more = (one.proposal.parallel.chunks for one in found)
+        if counts := sorted(set(more) - {own}):
+            others.append(f"row {number}: {', '.join(map(str, counts))}")
+    if others:
         Console(width=80, highlight=False).print(f"VPP that tie with a row's own: {'; '.join(others)}.")
     for number, one in enumerate(choice.best, 1):
         first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers

@@ -85,7 +85,7 @@ def network(
 
 def _measure(sizes: str, repeats: int, timeout_s: float, backend: str | None) -> Measured | None:
     from megatron.fill.given.quantities import parse_bytes
-    from megatron.fill.wings.configure.measure import measure, why_not
+    from megatron.fill.wings.configure.measure import check_ranks, measure
 
     try:
         parsed = sorted({parse_bytes(size) for size in sizes.split(",")})
@@ -93,9 +93,7 @@ def _measure(sizes: str, repeats: int, timeout_s: float, backend: str | None) ->
         raise ConfigError(f"--sizes is {sizes!r}: {error}, and more of them") from None
     if len(parsed) < 2:
         raise ConfigError(f"--sizes is {sizes!r}: expected two sizes or more")
-    why = why_not()
-    if why:
-        raise ConfigError(f"cannot measure: {why}")
+    check_ranks()
     return measure(parsed, repeats, timeout_s, backend, lambda text: print(f"PipeFill: {text}", file=sys.stderr))
 
 
