@@ -79,11 +79,19 @@ def test_a_row_has_the_virtual_stages_that_tie():
         assert max(times) <= 1.1 * min(times)
 
 
-def found(*layout: str) -> tuple[Valued, Evaluator]:
-    cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": 8, "gpu": "a100-80gb", "network": "dgx-a100"})
+def found(*layout: str, gpu: str = "a100-80gb") -> tuple[Valued, Evaluator]:
+    cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": 8, "gpu": gpu, "network": "dgx-a100"})
     training = read_flags([*FLAGS.split(), *layout, "--micro-batch-size", "1"])
     evaluator = Evaluator(training, cluster, cluster.links(Path()))
     return Valued(search(evaluator, 1).proposals[0], 0.0), evaluator
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "v100-32gb"])  # the latter without flash attention
+def test_passes_are_those_of_the_timeline(gpu):
+    its, evaluator = found("--pipeline-model-parallel-size", "8", gpu=gpu)
+    spans = [span for stage in its.proposal.timeline.spans for span in stage]
+    busy_s = sum(span.end_ns - span.start_ns for span in spans) / len(its.proposal.timeline.spans) / 1e9
+    assert parts(its.proposal, evaluator).passes_s == pytest.approx(busy_s)
 
 
 def test_why_names_what_is_saved():

@@ -20,18 +20,7 @@ from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 
 
 class Cluster(BaseModel):
-    """Nodes that are all alike.
-
-    Attributes:
-        network: a network by its data sheet; or ``measured``: a file of ``pipefill network``, with a rank for each GPU.
-        intra_node_share: with ``network``, the share of its bandwidth inside a node that collectives reach.  SimuMax
-            measured 0.67 to 0.74 on eight B200 (configs/system/b200_bf16_ceperm.json), vTrain 0.66 to 0.76 on two to
-            eight A100 (trace/a100); of other kinds it is assumed.
-        nics_per_node: with ``measured``, number of a node's GPUs that send to other nodes at full speed at once.
-        efficiency: the share of the GPU's peak that matrix products reach on an A100 whose processors all have work;
-            other kinds sustain a part of it.
-        memory_reserve: memory per GPU outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
-    """
+    """Nodes that are all alike."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,12 +28,17 @@ class Cluster(BaseModel):
     gpus_per_node: int = Field(ge=1, le=64)
     gpu: Annotated[GpuKind, preset(GPUS)]
     memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
-    network: Annotated[NodeNetwork, preset(NETWORKS)] | None = None
-    measured: Path | None = None
+    network: Annotated[NodeNetwork, preset(NETWORKS)] | None = None  # by its data sheet
+    measured: Path | None = None  # or a file of ``pipefill network``, with a rank for each GPU
+    # With ``network``, the share of its bandwidth inside a node that collectives reach.  SimuMax measured 0.67 to 0.74
+    # on eight B200 (configs/system/b200_bf16_ceperm.json), vTrain 0.66 to 0.76 on two to eight A100 (trace/a100); of
+    # other kinds it is assumed.
     intra_node_share: float = Field(default=0.7, gt=0, le=1)
-    nics_per_node: int = Field(default=1, ge=1)
+    nics_per_node: int = Field(default=1, ge=1)  # with ``measured``: GPUs that leave a node at full speed at once
     price_per_gpu_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # Share of the peak that products reach on an A100 whose processors all have work; other kinds sustain a part of it.
     efficiency: float = Field(default=0.78, gt=0, le=1)
+    # Of each GPU, outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
     memory_reserve: Annotated[int, BeforeValidator(parse_bytes)] = 2 * GIB
 
     @model_validator(mode="after")

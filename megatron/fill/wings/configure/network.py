@@ -33,23 +33,15 @@ class Network:
     """The network between N ranks.  In each matrix the row is the sender and the column the receiver.
 
     A message of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
-
-    Attributes:
-        ranks: the N places, in the order of the ranks that measured; each once.
-        bandwidth_bytes_per_s: N x N, above 0; None on the diagonal.
-        latency_s: N x N, one way, above 0; 0 on the diagonal.
-        spread: N x N, the interquartile range of the time of the longest message, relative to its median; 0 on the
-            diagonal.
-        backend: library that moved the messages, ``gloo`` or ``nccl``.
-        measured_at: ISO 8601, with its offset from UTC.
     """
 
-    ranks: tuple[Place, ...]
-    bandwidth_bytes_per_s: tuple[tuple[float | None, ...], ...]
-    latency_s: tuple[tuple[float, ...], ...]
+    ranks: tuple[Place, ...]  # the N places, in the order of the ranks that measured; each once
+    bandwidth_bytes_per_s: tuple[tuple[float | None, ...], ...]  # N x N, above 0; None on the diagonal
+    latency_s: tuple[tuple[float, ...], ...]  # N x N, one way, above 0; 0 on the diagonal
+    # N x N, the interquartile range of the time of the longest message, relative to its median; 0 on the diagonal.
     spread: tuple[tuple[float, ...], ...]
-    backend: str
-    measured_at: str
+    backend: str  # library that moved the messages, ``gloo`` or ``nccl``
+    measured_at: str  # ISO 8601, with its offset from UTC
 
     @classmethod
     def load(cls, path: Path) -> Network:

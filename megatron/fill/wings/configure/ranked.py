@@ -20,16 +20,11 @@ _LEAST_S, _LEAST_GIB, _LEAST_GPUS = 0.00005, 0.05, 0.005  # smaller differences 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of an iteration, in seconds, as the mean over its GPUs.
+    """Parts of an iteration, in seconds, as the mean over its GPUs."""
 
-    Attributes:
-        passes_s: computation of forward and backward passes; measured ones have their tensor-parallel exchange in them.
-        step_s: all else: communication outside bubbles and the optimizer.
-    """
-
-    passes_s: float
+    passes_s: float  # computation of passes; measured ones have their tensor-parallel exchange in them
     bubbles_s: float
-    step_s: float
+    step_s: float  # all else: communication outside bubbles and the optimizer
 
 
 def ranks(values: Sequence[float], error: float = ERROR) -> list[int]:

@@ -16,17 +16,12 @@ from megatron.fill.wings.mainjob.parallel import Parallel
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """Figures of a peak, relative to the accounting.
+    """Figures of a peak, relative to the accounting."""
 
-    Attributes:
-        low: lower end of an interval that nine in ten measured peaks are in.
-        high: its upper end.
-        shown: the one figure that is shown.  It is not in the middle but above three in four measured peaks, as a
-            training that runs out of memory costs more than memory that stays free.
-    """
-
-    low: float
-    high: float
+    low: float  # lower end of an interval that nine in ten measured peaks are in
+    high: float  # its upper end
+    # The figure that is shown: above three in four measured peaks, and not in the middle, as a training that runs out
+    # of memory costs more than memory that stays free.
     shown: float = 1.0
 
     def most_bytes(self, accounted_bytes: float) -> int:

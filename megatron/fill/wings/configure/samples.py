@@ -14,16 +14,12 @@ from megatron.fill.wings.configure.network import Network, Place
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message of ``size_bytes`` and its answer, a message of the smallest size.
-
-    Attributes:
-        seconds: duration each time that it was sent: from the begin of the message to the end of the answer.
-    """
+    """A message of ``size_bytes`` and its answer, a message of the smallest size."""
 
     sender: int
     receiver: int
     size_bytes: int
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # duration each time, from the begin of the message to the end of the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,37 +29,24 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of one microbatch's activations on one GPU, in bytes.
+    """Sizes of one microbatch's activations on one GPU, in bytes."""
 
-    Attributes:
-        whole: ``s b h`` numbers, the input of matrix products.
-        residual: the same between layers; a part of it with sequence parallelism.
-        mask: dropout mask of the residual stream.
-        query: queries.
-        keys: keys and values as projected.
-        repeated: keys and values of all heads.
-        mixed: the attention's output, the input of its projection.
-        queries_latent: the latent of queries with multi-latent attention, of a part of the sequence with sequence
-            parallelism; ``keys_latent``: likewise of keys and values, with the key's rotated channels.
-        input: share of their bytes that inputs of matrix products keep: a half as 8-bit numbers, else 1.
-        scores: attention scores of all heads; ``score_mask``: their dropout mask.
-        ffn: activations inside the MLP after its activation function; ``gated``: before it.
-    """
-
-    whole: float
-    residual: float
-    mask: float
-    query: float
-    keys: float
-    repeated: float
-    mixed: float
+    whole: float  # ``s b h`` numbers, the input of matrix products
+    residual: float  # the same between layers; a part of it with sequence parallelism
+    mask: float  # dropout mask of the residual stream
+    query: float  # queries
+    keys: float  # keys and values as projected
+    repeated: float  # keys and values of all heads
+    mixed: float  # the attention's output, the input of its projection
+    # The latent of queries with multi-latent attention, of a part of the sequence with sequence parallelism; likewise
+    # of keys and values, with the key's rotated channels.
     queries_latent: float
     keys_latent: float
-    input: float
-    scores: float
-    score_mask: float
-    ffn: float
-    gated: float
+    input: float  # share of their bytes that inputs of matrix products keep: a half as 8-bit numbers, else 1
+    scores: float  # attention scores of all heads
+    score_mask: float  # their dropout mask
+    ffn: float  # activations inside the MLP after its activation function
+    gated: float  # those before it
 
 
 def sizes(model: ModelSpec, its: Parallel) -> Sizes:
