@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from operator import add
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.fill.records.agent import forgets
 from megatron.fill.records.tables import column
-from megatron.fill.report.seen import KINDS, Bubbles, IterationTimes, Seen
+from megatron.fill.report.seen import KINDS, Bubbles, IterationTimes, Seen, uses_of
 from megatron.fill.report.timeuse import TimeUse, time_use, time_use_unknown
 from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
 
@@ -73,12 +73,15 @@ class RankPart:
 
 def part_of(seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:
     """Return the part of one rank, from its record and those of its workers, if all of them are ``known``."""
-    its, bubbles = seen.iterations, _known_apart(seen.bubbles, workers)
+    its, bubbles, uses = seen.iterations, _known_apart(seen.bubbles, workers), uses_of(workers)
     # Bubbles of an iteration that was cut off are left out of the shares, since its time is unknown.  Sums that stand
     # for older bubbles (index -1) are of completed iterations.
     ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
     fillable = int(bubbles.duration[bubbles.filling].sum())
-    apart = _harvested_apart(bubbles, workers)
+    # What each worker harvested before jobs had settled, or after the last bubble that was recorded, does not count.
+    early = np.isin(uses["seq"], bubbles.seq[bubbles.settling])
+    not_counted = early | (uses["seq"] > bubbles.seq.max(initial=0))
+    apart = [int(uses["harvested_ns"][not_counted & (uses["worker"] == at)].sum()) for at in range(len(workers))]
     predicted = (bubbles.predicted > 0) & ~bubbles.outside
     harvested = sum(worker.harvested_ns for worker in workers) - sum(apart)
     alone, share = _efficiency(fillable, workers, apart) if known else (0.0, 0.0)
@@ -94,7 +97,7 @@ def part_of(seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> 
         unknown=int(not known),
         outside=_by_kind(bubbles, bubbles.outside),
         outside_fillable=_by_kind(bubbles, outside),
-        outside_harvested=Counter({kind: _harvested_outside(bubbles, kind, workers) for kind in KINDS}),
+        outside_harvested=Counter({kind: _harvested(uses, bubbles, outside, kind) for kind in KINDS}),
         time_use=Counter(time_use(bubbles, workers) if known else time_use_unknown(bubbles)),
         alone=alone,
         share=share,
@@ -102,7 +105,7 @@ def part_of(seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> 
         predicted=int(predicted.sum()),
     )
     done = [(worker.job, _job_work(worker)) for worker in workers]
-    latencies, overruns = _of_uses(workers, "latency_ns", "latency_ns", 0), _of_uses(workers, "overrun_ns", "steps", 1)
+    latencies, overruns = uses["latency_ns"][uses["latency_ns"] >= 0], uses["overrun_ns"][uses["steps"] > 0]
     return RankPart(seen.info, its, _filled(its), figures, done, latencies, overruns)
 
 
@@ -140,23 +143,10 @@ def _filled(its: IterationTimes) -> int:
     return int(np.where(follows, until_next, its.duration)[its.filling].sum())
 
 
-def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int]:
-    """Return the ns that each worker harvested in these bubbles, as far as its record still has single bubbles."""
-    inside = (np.isin(column(its.uses, "seq"), seqs) for its in workers)
-    return [int(np.dot(column(its.uses, "harvested_ns"), among)) for its, among in zip(workers, inside, strict=True)]
-
-
-def _harvested_apart(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> list[int]:
-    """Return the ns that each worker harvested before jobs had settled, and after the last bubble that was recorded."""
-    last = int(bubbles.seq.max(initial=0))
-    after = _of_uses(workers, "seq", "seq", last + 1)
-    return _harvested_in(np.append(bubbles.seq[bubbles.settling], after), workers)
-
-
-def _harvested_outside(bubbles: Bubbles, kind: BubbleKind, workers: Sequence[WorkerRecord]) -> int:
-    """Return the ns harvested in waits of a kind outside the pipeline."""
-    its = bubbles.outside & bubbles.filling & (bubbles.kind == KINDS.index(kind)) & (bubbles.seq > 0)
-    return sum(_harvested_in(bubbles.seq[its], workers))
+def _harvested(uses: Mapping[str, np.ndarray], bubbles: Bubbles, chosen: np.ndarray, kind: BubbleKind) -> int:
+    """Return the ns harvested in bubbles of a kind among the chosen ones, as far as single bubbles are recorded."""
+    seqs = bubbles.seq[chosen & (bubbles.kind == KINDS.index(kind)) & (bubbles.seq > 0)]
+    return int(uses["harvested_ns"][np.isin(uses["seq"], seqs)].sum())
 
 
 def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], apart: Sequence[int]) -> tuple[float, float]:
@@ -182,9 +172,3 @@ def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], apart: Sequen
 def _by_kind(bubbles: Bubbles, chosen: np.ndarray) -> Counter[BubbleKind]:
     kinds, durations = bubbles.kind[chosen], bubbles.duration[chosen]
     return Counter({kind: int(durations[kinds == code].sum()) for code, kind in enumerate(KINDS)})
-
-
-def _of_uses(workers: Sequence[WorkerRecord], name: str, by: str, least: int) -> np.ndarray:
-    columns = ([value for worker in workers for value in column(worker.uses, field)] for field in (name, by))
-    values, known = (np.array(its, dtype=np.int64) for its in columns)
-    return values[known >= least]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.records.tables import column
-from megatron.fill.types import PIPELINE_KINDS, BubbleKind, RankInfo, RankRecord
+from megatron.fill.records.tables import column, names_of
+from megatron.fill.types import PIPELINE_KINDS, BubbleKind, BubbleUse, RankInfo, RankRecord, WorkerRecord
 
 KINDS = tuple(BubbleKind)
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -88,6 +88,14 @@ def seen(record: RankRecord) -> Seen:
             forward_only=_array(bubbles, "forward_only", bool),
         ),
     )
+
+
+def uses_of(workers: Sequence[WorkerRecord]) -> dict[str, np.ndarray]:
+    """Return all uses of bubbles as an array of each field of ``BubbleUse``, and ``worker``: the worker's position."""
+    counts = np.array([len(worker.uses) for worker in workers], dtype=np.int64)
+    columns = {name: [value for its in workers for value in column(its.uses, name)] for name in names_of(BubbleUse)}
+    arrays = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
+    return arrays | {"worker": np.repeat(np.arange(len(workers)), counts)}
 
 
 def _array(values: Sequence[Any], name: str, kind: type = np.int64) -> np.ndarray:

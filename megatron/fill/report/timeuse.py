@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from megatron.fill.records.tables import column
-from megatron.fill.report.seen import Bubbles
+from megatron.fill.report.seen import Bubbles, uses_of
 from megatron.fill.types import Lack, WorkerRecord
 
 
@@ -83,11 +83,7 @@ class _Words:
     """
 
     def __init__(self, seq: np.ndarray, duration: np.ndarray, workers: Sequence[WorkerRecord]) -> None:
-        said = [worker for worker in workers if len(worker.uses)]
-        words = {
-            name: np.array([value for worker in said for value in column(worker.uses, name)], dtype=np.int64)
-            for name in ("seq", "harvested_ns", "left_ns", "lack", "held_ns", "latency_ns")
-        }
+        words = uses_of(workers)
         at = np.searchsorted(seq, words["seq"])
         known = np.flatnonzero(np.append(seq, -1)[at] == words["seq"])
         known = known[np.argsort(words["left_ns"][known], kind="stable")]
@@ -101,11 +97,11 @@ class _Words:
         self.left[at], self.lack[at] = words["left_ns"][known], words["lack"][known]  # the last one of each stays
         there = np.zeros(len(seq) + 1, dtype=np.int64)
         forgotten = 0
-        for worker in said:
-            its = column(worker.uses, "seq")
-            there[np.searchsorted(seq, min(its))] += 1
-            there[np.searchsorted(seq, max(its), side="right")] -= 1
-            forgotten = max(forgotten, min(its) if worker.older_uses else 0)
+        for worker in workers:
+            if its := column(worker.uses, "seq"):
+                there[np.searchsorted(seq, min(its))] += 1
+                there[np.searchsorted(seq, max(its), side="right")] -= 1
+                forgotten = max(forgotten, min(its) if worker.older_uses else 0)
         self.missed = (np.cumsum(there[:-1]) > 0) & ~self.any
         self.forgotten = (seq < forgotten) & ~self.any & ~self.missed
 
