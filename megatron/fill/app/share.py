@@ -10,9 +10,9 @@ from megatron.fill.device.joining import ASK_NVML, join
 from megatron.fill.device.mps import PROGRAM, MpsDaemon
 from megatron.fill.device.nvml import Nvml
 from megatron.fill.device.port import DeviceError, Sharing
-from megatron.fill.device.probes import has_host_pids
 from megatron.fill.device.sharing import choose_sharing
 from megatron.fill.errors import ConfigError
+from megatron.fill.linux.proc import has_host_pids
 
 
 def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:

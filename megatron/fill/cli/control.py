@@ -13,7 +13,8 @@ from typer import Argument
 
 from megatron.fill.cli.options import Json
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import console_of, plain_table
+from megatron.fill.console import console_of
+from megatron.fill.display import plain_table
 from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.find import damaged_notes, find_pages
 from megatron.fill.pages.moving import RankStanding, find_standings, stillness

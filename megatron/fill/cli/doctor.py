@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from megatron.fill.cli.options import Json
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import console_of, plain_table
+from megatron.fill.console import console_of
+from megatron.fill.display import plain_table
 from megatron.fill.errors import SandboxError
 from megatron.fill.sandbox.probe import Layer
 

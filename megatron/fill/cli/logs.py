@@ -12,7 +12,7 @@ from typing import Annotated
 from typer import Option
 
 from megatron.fill.cli.options import JobName, Json, Store, opened
-from megatron.fill.display import harmless
+from megatron.fill.console import harmless
 from megatron.fill.errors import JobError
 from megatron.fill.folders import output_file
 from megatron.fill.store import Job

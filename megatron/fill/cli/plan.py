@@ -16,7 +16,8 @@ from megatron.fill.cli.options import Json, Store, check_writable
 from megatron.fill.cli.profile import stored_profiles
 from megatron.fill.cli.schedule import Times, Transfer, given_costs
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import console_of, plain_table
+from megatron.fill.console import console_of
+from megatron.fill.display import plain_table
 from megatron.fill.errors import ConfigError, PlanError
 from megatron.fill.pipeline.bubbles import bubble_cycle
 from megatron.fill.pipeline.timeline import simulate

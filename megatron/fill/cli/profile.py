@@ -20,8 +20,9 @@ from megatron.fill.agent.admission import LIBRARY_SETTINGS
 from megatron.fill.cli.options import Device, Json, Store, check_writable, checked_device, opened
 from megatron.fill.cli.trial import trial_folder, trials_of
 from megatron.fill.cli.views import print_json
+from megatron.fill.console import console_of, harmless, literal
 from megatron.fill.device.meter import default_device, fingerprint
-from megatron.fill.display import console_of, harmless, literal, plain_table
+from megatron.fill.display import plain_table
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import PROFILE
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile

@@ -10,7 +10,8 @@ from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import console_of, one_line, plain_table
+from megatron.fill.console import console_of
+from megatron.fill.display import one_line, plain_table
 from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.bubbles import bubble_seconds, bubble_share, peak_activations
 from megatron.fill.pipeline.costs import PipelineCosts

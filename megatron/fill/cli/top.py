@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from megatron.fill.cli.control import Run
-from megatron.fill.display import console_of, counted, literal, plain_table
+from megatron.fill.console import console_of, literal
+from megatron.fill.display import counted, plain_table
 from megatron.fill.errors import ConfigError, ControlError, FillError, StoreError
 from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.find import find_pages

@@ -16,7 +16,8 @@ from typer import Argument, Option
 
 from megatron.fill.cli.options import Device, Json, checked_device
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import console_of, counted
+from megatron.fill.console import console_of
+from megatron.fill.display import counted
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux import safefile
 from megatron.fill.sandbox.config import parse_bind

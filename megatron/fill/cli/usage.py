@@ -16,7 +16,8 @@ from typer import Option
 
 from megatron.fill.cli.options import Json, Store, opened, parsed
 from megatron.fill.cli.views import print_json
-from megatron.fill.display import console_of, literal, one_line, plain_table
+from megatron.fill.console import console_of, literal
+from megatron.fill.display import one_line, plain_table
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.given.quantities import parse_duration
 from megatron.fill.store import Job

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron.fill.display import STATE_COLOURS, console_of, facts_table, literal, plain_table
+from megatron.fill.console import console_of, facts_table, literal
+from megatron.fill.display import STATE_COLOURS, plain_table
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 

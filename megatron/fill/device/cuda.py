@@ -21,9 +21,9 @@ from megatron.fill.device.joining import ASK_NVML
 from megatron.fill.device.mps import PIPE, MpsDaemon
 from megatron.fill.device.nvml import Nvml, shared_nvml, uuid_of
 from megatron.fill.device.port import MIB, Limits, Sharing
-from megatron.fill.device.probes import has_host_pids
 from megatron.fill.display import mib
 from megatron.fill.linux.cgroup import CgroupHome, find_home
+from megatron.fill.linux.proc import has_host_pids
 
 logger = logging.getLogger("pipefill.agent")
 

@@ -13,9 +13,7 @@ from megatron.fill.device.port import DeviceError
 from megatron.fill.linux import memfd
 from megatron.fill.linux.cgroup import CgroupHome, find_home
 from megatron.fill.linux.host import unordered
-from megatron.fill.linux.proc import text
-
-_HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux
+from megatron.fill.linux.proc import has_host_pids, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +81,6 @@ def find_device_limits(
             break
         limits += [line for line in text(group / "dmem.max").splitlines() if not line.endswith(" max")]
     return tuple(sorted(regions)), tuple(limits)
-
-
-def has_host_pids(proc: Path = Path("/proc")) -> bool:
-    try:
-        return os.readlink(proc / "self/ns/pid") == _HOST_PIDS
-    except OSError:
-        return False
 
 
 def can_idle() -> bool:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 _READ_BYTES = 1 << 16
+_HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux
 
 
 def read(path: str | Path) -> bytes:
@@ -70,3 +71,11 @@ def waited_ns_in(schedstat: Path) -> int:
     """
     fields = read(schedstat).split()
     return int(fields[1]) if len(fields) > 1 else 0
+
+
+def has_host_pids(proc: Path = Path("/proc")) -> bool:
+    """True if this process is in the machine's first pid namespace, whose pids drivers and the kernel's log name."""
+    try:
+        return os.readlink(proc / "self/ns/pid") == _HOST_PIDS
+    except OSError:
+        return False

@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megatron.fill.display import facts_table, harmless, literal, plain_table, size
+from megatron.fill.console import facts_table, harmless, literal
+from megatron.fill.display import plain_table, size
 from megatron.fill.trial.result import Ended, RoundTrip, Trial
 
 _CALLBACKS = (

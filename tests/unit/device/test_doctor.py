@@ -15,6 +15,7 @@ from megatron.fill.device.doctor import Diagnosis, Has, diagnose
 from megatron.fill.device.probes import Facts
 from megatron.fill.linux.cgroup import CgroupHome
 from megatron.fill.linux.host import unordered
+from megatron.fill.linux.proc import has_host_pids
 
 BOTH = frozenset({"memory", "pids"})
 CLUSTER = Facts(
@@ -146,7 +147,7 @@ def test_this_machine_can_be_asked():
 
 
 def test_probes_of_what_is_not_there(tmp_path, monkeypatch):
-    assert not probes.has_host_pids(tmp_path)
+    assert not has_host_pids(tmp_path)
     assert not probes.has_autogroup(tmp_path)
     monkeypatch.delattr("os.memfd_create")
     assert not probes.can_seal()

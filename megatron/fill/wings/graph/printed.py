@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.fill.display import console_of, counted, plain_table, size
+from megatron.fill.console import console_of
+from megatron.fill.display import counted, plain_table, size
 from megatron.fill.wings.graph.search import Found
 from megatron.fill.wings.graph.timeline import GraphTimeline
 

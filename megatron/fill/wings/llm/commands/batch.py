@@ -14,7 +14,7 @@ import typer
 from megatron.fill import untrusted
 from megatron.fill.cli import views
 from megatron.fill.cli.options import Json, Store, check_writable, opened
-from megatron.fill.display import progress
+from megatron.fill.console import progress
 from megatron.fill.errors import ConfigError, JobError
 from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState

@@ -17,7 +17,7 @@ import typer
 
 from megatron.fill.cli import views
 from megatron.fill.cli.options import Device, JobName, Json, Store, checked_device, opened
-from megatron.fill.display import progress
+from megatron.fill.console import progress
 from megatron.fill.errors import ConfigError, JobError, TaskError
 from megatron.fill.folders import JOBS, output_file, run_of
 from megatron.fill.status import Cause, JobState, Status
