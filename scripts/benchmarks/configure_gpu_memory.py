@@ -31,6 +31,7 @@ from megatron.fill.given.files import read_text
 from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.room import Margins, least_known, margins, memory
 from megatron.fill.wings.configure.search import unfused
+from megatron.fill.wings.mainjob.kernels import Kernels
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
 from scripts.benchmarks.configure_b200 import GPUS, published
@@ -48,8 +49,26 @@ _FORMER = "lts_dgxa100_dracooci"  # how the platforms begin that were measured w
 _TOKENIZER = {"bert": "BertWordPieceLowerCase"}  # the others have GPT-2's, unless their flags name one
 # Of the file that these recipes name in --tokenizer-model, nemotron_2_256k.model; the table has no paths.
 _VOCABULARIES = {"GPTSentencePieceTokenizer": "256000"}
+_MIB = 1 << 20
+# Work of the forward and of the backward pass's thread: a handle of cuBLAS each, and so a workspace each.
+_THREADS = 2
 _BELOW = 0.02
 _SUPERSEDED = 0.1
+
+
+def workspace_bytes(kernels: Kernels, capability: int, routed: bool = False) -> int:
+    """Return the bytes of the workspaces of matrix products.
+
+    As in PyTorch's ``CublasHandlePool`` and Transformer Engine's ``module/base.py``.
+
+    Args:
+        capability: the GPUs' major compute capability; 9 is Hopper.
+        routed: True for a model with experts, whose router's product is Transformer Engine's with local layers too
+            (Megatron-core 0.19, ``transformer/moe/moe_utils.py``, ``RouterGatingLinearFunction``).
+    """
+    torch = 32 * _MIB if capability >= 9 or kernels.deterministic else 8 * _MIB + 128 * 1024
+    own = (32 if capability >= 9 else 4) * _MIB if kernels.transformer_engine or routed else 0
+    return _THREADS * torch + own
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +132,7 @@ def _row(line: dict[str, str]) -> Row:
     try:
         model, its = laid_out(flags, gpus)
         capability = next((number for name, number in _CAPABILITY.items() if name in line["platform"]), 8)
-        work = model.kernels.workspace_bytes(capability, bool(model.experts))
+        work = workspace_bytes(model.kernels, capability, bool(model.experts))
         accounted = configured = upper = memory(model, its)[-1].total_bytes + work
         its_margins = margins(model, flags=flags)
         if model.kernels.undecided:
@@ -214,7 +233,7 @@ def b200_errors(folder: Path) -> dict[str, dict[str, float]]:
     kinds: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(dict)
     for one in published(folder):
         model, its = laid_out(one.flags, GPUS)
-        work = model.kernels.workspace_bytes(_CAPABILITY["b200"], bool(model.experts))
+        work = workspace_bytes(model.kernels, _CAPABILITY["b200"], bool(model.experts))
         shown = margins(model, flags=one.flags).shown
         ranks = GPUS // its.pp
         fullest = [max(one.peaks[stage * ranks : (stage + 1) * ranks]) for stage in range(its.pp)]

@@ -10,9 +10,10 @@ import pytest
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.flags import read_flags
+from megatron.fill.wings.mainjob.kernels import Kernels
 from scripts.benchmarks.bench_configure import LARGE, MODEL_FLAGS
 from scripts.benchmarks.configure_b200 import published
-from scripts.benchmarks.configure_gpu_memory import b200_errors, measure_gpu_memory, read_rows
+from scripts.benchmarks.configure_gpu_memory import b200_errors, measure_gpu_memory, read_rows, workspace_bytes
 from scripts.benchmarks.configure_gpu_time import measure_gpu_time, read_sailor, read_small
 from scripts.benchmarks.configure_recipes import Published, measure_recipes, read_published
 from scripts.benchmarks.memory_figures import MODELS
@@ -256,3 +257,11 @@ def test_a_published_training_has_the_flags_of_its_recipe():
     assert {"hybridep", "full_iteration", "--overlap-moe-expert-parallel-comm"} < set(known.others) - set(other.others)
     assert known.fixed == other.fixed == {"expert_tp": 1}
     assert not {"--moe-grouped-gemm", "--cuda-graph-impl"} & set(known.ignored)
+
+
+def test_workspaces_follow_the_generation():
+    mib = 1 << 20
+    engine = Kernels(transformer_engine=True)
+    assert [workspace_bytes(engine, major) / mib for major in (8, 9, 10)] == [20.25, 96, 96]
+    assert workspace_bytes(Kernels(deterministic=True), 8) == 64 * mib
+    assert [workspace_bytes(Kernels(), major, routed=True) / mib for major in (8, 9)] == [20.25, 96]

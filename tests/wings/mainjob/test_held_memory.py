@@ -166,14 +166,6 @@ def test_the_loss_and_deferred_gradients_are_on_the_last_stage():
         assert found[1].total_bytes - base[1].total_bytes == expected
 
 
-def test_workspaces_follow_the_generation():
-    mib = 1 << 20
-    engine = Kernels(transformer_engine=True)
-    assert [engine.workspace_bytes(major) / mib for major in (8, 9, 10)] == [20.25, 96, 96]
-    assert Kernels(deterministic=True).workspace_bytes(8) == 64 * mib
-    assert [Kernels().workspace_bytes(major, routed=True) / mib for major in (8, 9)] == [20.25, 96]
-
-
 def test_products_that_add_gradients_up_keep_a_stand_in_for_each_shape_of_weights():
     its = Parallel(pp=2, tp=2, global_batch=4)
     flags = ["--bf16", "--no-gradient-accumulation-fusion"]

@@ -44,11 +44,6 @@ class Dedicated:
     least_ns: int  # lower bound on the energy of any order
     moves: int  # number of moves tried
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The one with the least energy."""
-        return self.orders[0]
-
 
 def reverse(units: Row, one: int, other: int) -> None:
     """The units from one place to another, backwards."""

@@ -14,7 +14,7 @@ from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.records.segment import last_segment
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.space import padded
-from megatron.fill.wings.mainjob.analytic import again_flops, p2p_bytes
+from megatron.fill.wings.mainjob.analytic import again_flops
 from megatron.fill.wings.mainjob.memory import stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
@@ -54,7 +54,6 @@ class Profile:
         first: passes of the first stage without its layers (the embedding), as far as it can be told.
         last: the same of the last stage (the output layer and the loss).
         step_s_per_parameter: seconds between the last pass of an iteration and the first of the next.
-        transfer_bytes_s: bandwidth between stages once both sides are ready; None if no transfer had to be waited for.
         fixed: constant part of each pass of a virtual stage, independent of layers and samples, as far as can be told.
         step_s: constant seconds between an iteration's last pass and the next one's first, as far as can be told.
         waits: factor on the mean passes that yields the measured iteration.  Of two stages that wait for each other
@@ -67,7 +66,6 @@ class Profile:
     first: Both
     last: Both
     step_s_per_parameter: float
-    transfer_bytes_s: float | None = None
     fixed: Both = Both(0.0, 0.0)
     step_s: float = 0.0
     waits: float = 1.0
@@ -290,7 +288,6 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
         first,
         last,
         step_s_per_parameter=parameter_ns / 1e9,
-        transfer_bytes_s=p2p_bytes(model, its) / (transfer_ns / 1e9) if transfer_ns else None,
         fixed=fixed,
         step_s=step_ns / 1e9,
         waits=_waits(job, samples, stages, int(transfer_ns)),

@@ -2,16 +2,12 @@
 
 Sources: Dao et al. 2022 (arXiv 2205.14135), section 3, for what flash attention keeps; Transformer Engine's
 ``attention/dot_product_attention`` for the choice of a backend; Megatron's ``tensor_parallel/layers.py`` for the
-deferred gradient, and PyTorch's ``CublasHandlePool`` and Transformer Engine's ``module/base.py`` for workspaces.
+deferred gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-_MIB = 1 << 20
-# Work of the forward and of the backward pass's thread: a handle of cuBLAS each, and so a workspace each.
-_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +37,7 @@ class Kernels:
         accumulated: True if a product adds the gradient of its weights to the buffer itself.  Then none is made, but
             autograd wants one: Transformer Engine's ``get_dummy_wgrad`` keeps a tensor for each shape of weights.
         deferred: microbatches whose gradient of the output layer's weights waits for the end; None for all of them.
-        deterministic: True if cuBLAS has the large workspace that determinism takes.
+        deterministic: True for ``--deterministic-mode``, with which cuBLAS has a large workspace.
         fp8: True if matrix products take 8-bit numbers: Transformer Engine keeps their inputs as such, and copies of
             the weights, which the passes of an iteration share (its ``module/base.py``).
         fp8_weights: True if weights are 8-bit numbers themselves, ``fp8_copies`` times, with no others.
@@ -79,18 +75,6 @@ class Kernels:
     graphs: tuple[str, ...] = ()
     undecided: bool = False
     overlaps: Overlaps = Overlaps()
-
-    def workspace_bytes(self, capability: int, routed: bool = False) -> int:
-        """Return the bytes of the workspaces of matrix products.
-
-        Args:
-            capability: the GPUs' major compute capability; 9 is Hopper.
-            routed: True for a model with experts, whose router's product is Transformer Engine's with local layers too
-                (Megatron-core 0.19, ``transformer/moe/moe_utils.py``, ``RouterGatingLinearFunction``).
-        """
-        torch = 32 * _MIB if capability >= 9 or self.deterministic else 8 * _MIB + 128 * 1024
-        own = (32 if capability >= 9 else 4) * _MIB if self.transformer_engine or routed else 0
-        return _THREADS * torch + own
 
 
 LOCAL = Kernels()
