@@ -53,15 +53,16 @@ def choose(
     Raises:
         ConfigError: nothing fits; the message names what excludes all.
     """
-    fewer = divisors(whole.cluster.nodes)[-2::-1] if objective is Objective.COST else []
+    most = whole.cluster.nodes
+    sizes = divisors(most)[::-1] if objective is Objective.COST else [most]
     main = objective is Objective.MAIN
     pool = top if main else _POOL * top
     rows: list[tuple[Valued, ...]] = []
     configurations = timed = 0
     problem: ConfigError | None = None
-    for nodes in (None, *fewer):
+    for nodes in sizes:
         try:
-            evaluator = whole.first(nodes) if nodes else whole
+            evaluator = whole if nodes == most else whole.first(nodes)
             its = search(evaluator, pool, error)
         except ConfigError as refused:
             problem = problem or refused

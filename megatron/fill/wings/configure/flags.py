@@ -164,27 +164,7 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
     names = {flag for flag, _ in given}
     if not ran:
         check_together(names)
-    fields: dict[str, Any] = {name: values[flag] for flag, name in _MODEL.items() if flag in values}
-    if "--group-query-attention" not in names:
-        fields.pop("query_groups", None)  # as in Megatron
-    else:
-        fields.setdefault("query_groups", 1)  # Megatron's default
-    if "experts" in fields:
-        fields.setdefault("experts_per_token", min(2, fields["experts"]))  # Megatron's default
-    if "--swiglu" in names and "ffn_hidden" not in fields:  # Megatron's default: as many parameters as without a gate
-        fields["ffn_hidden"] = int(4 * fields["hidden"] * 2 / 3 / 64) * 64
-    fields["dense_layers"] = _dense_layers(pattern, fields)
-    if _EXPERT_WIDTH in values and "experts" in fields:
-        fields["dense_ffn"] = fields.get("ffn_hidden", 4 * fields["hidden"]) if fields["dense_layers"] else 0
-        fields["ffn_hidden"] = values[_EXPERT_WIDTH]
-    if (most := values.get(_POSITIONS, fields["sequence"])) < fields["sequence"]:
-        raise ConfigError(f"{_POSITIONS} is {most}: expected at least --seq-length, {fields['sequence']}")
-    if _LATENT_FLAG in names:
-        widths = {name: values.get(flag, default) for flag, (name, default) in _LATENT.items()}
-        fields["latent"] = Latent(**widths)
-        fields.pop("channels", None)  # not theirs
-    if fields.get("channels", 0) * fields["heads"] == fields["hidden"]:
-        del fields["channels"]
+    fields = _shape(values, names, pattern)
     if "shared_width" in fields and "--disable-bias-linear" not in names:
         raise ConfigError(f"{_SHARED} without --disable-bias-linear: expected both, as shared experts have no biases")
     dense = "experts" not in fields or fields["dense_layers"] > 0
@@ -226,6 +206,37 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
     return Training(
         model, values["--global-batch-size"], precision, fixed, tuple(others), divisor, tuple(dict.fromkeys(ignored))
     )
+
+
+def _shape(values: Mapping[str, int], names: Collection[str], pattern: str) -> dict[str, Any]:
+    """Return the fields of ``ModelSpec`` that flags with numbers say, by Megatron's defaults where they say nothing.
+
+    Args:
+        names: all flags that are given.
+        pattern: value of ``--moe-layer-freq``.
+    """
+    fields: dict[str, Any] = {name: values[flag] for flag, name in _MODEL.items() if flag in values}
+    if "--group-query-attention" not in names:
+        fields.pop("query_groups", None)  # as in Megatron
+    else:
+        fields.setdefault("query_groups", 1)  # Megatron's default
+    if "experts" in fields:
+        fields.setdefault("experts_per_token", min(2, fields["experts"]))  # Megatron's default
+    if "--swiglu" in names and "ffn_hidden" not in fields:  # Megatron's default: as many parameters as without a gate
+        fields["ffn_hidden"] = int(4 * fields["hidden"] * 2 / 3 / 64) * 64
+    fields["dense_layers"] = _dense_layers(pattern, fields)
+    if _EXPERT_WIDTH in values and "experts" in fields:
+        fields["dense_ffn"] = fields.get("ffn_hidden", 4 * fields["hidden"]) if fields["dense_layers"] else 0
+        fields["ffn_hidden"] = values[_EXPERT_WIDTH]
+    if (most := values.get(_POSITIONS, fields["sequence"])) < fields["sequence"]:
+        raise ConfigError(f"{_POSITIONS} is {most}: expected at least --seq-length, {fields['sequence']}")
+    if _LATENT_FLAG in names:
+        widths = {name: values.get(flag, default) for flag, (name, default) in _LATENT.items()}
+        fields["latent"] = Latent(**widths)
+        fields.pop("channels", None)  # not theirs
+    if fields.get("channels", 0) * fields["heads"] == fields["hidden"]:
+        del fields["channels"]
+    return fields
 
 
 def _dense_layers(pattern: str, fields: Mapping[str, Any]) -> int:
