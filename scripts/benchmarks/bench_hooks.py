@@ -111,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         recorders = {"measuring": Recorder(info, 3), "recording": Recorder(info, 3, Path(scratch) / "rank0.jsonl")}
         listeners = {
-            name: RankListener(None, recorder, BubblePredictor(FillRule()), FreeHostMemory(rest_s=0.25))
+            name: RankListener(None, recorder, BubblePredictor(FillRule()), FreeHostMemory())
             for name, recorder in recorders.items()
         }
         for _ in range(options.rounds):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.fill.device.cuda import FreeDeviceMemory, cap_memory
+from megatron.fill.device.cuda import cap_memory
+from megatron.fill.device.meter import free_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,7 +15,7 @@ pytestmark = [
 
 
 def test_free_memory_is_what_the_driver_says():
-    free = FreeDeviceMemory("cuda:0")()
+    free = free_bytes("cuda:0")
     assert 0 < free <= torch.cuda.get_device_properties(0).total_memory
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron.fill.config import FillSettings
-from megatron.fill.device.cuda import FreeDeviceMemory
 from megatron.fill.device.margin import CudaAllocator, keep_margin
+from megatron.fill.device.meter import free_bytes
 from megatron.fill.device.port import Sharing
 from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.pages.board import CycleBoard
@@ -63,7 +63,7 @@ class HostListening:
         self, spec: RankSpec, gate: SharedGate | None, board: CycleBoard | None, control: ControlPage | None
     ) -> None:
         self._record = spec.record
-        self.free_bytes = FreeHostMemory(rest_s=0.25)  # of the device
+        self.free_bytes = FreeHostMemory()  # of the device
         self.listener = spec.listener(self.free_bytes, gate, board, control)
 
     def finish(self) -> bytes:
@@ -110,7 +110,7 @@ class RelayedListening:
         self._relay = RelayProcess(told, ring, gate, log)
         if control_fd is not None:
             os.close(control_fd)
-        self.free_bytes = FreeDeviceMemory(info.device)
+        self.free_bytes = partial(free_bytes, info.device)
         keep = partial(keep_margin, CudaAllocator(info.device), owned_bytes)
         switch = control or AlwaysRunning()
         blocks = Blocks(spec.rule.warmup, spec.paired_blocks, lambda: switch.settled)

@@ -13,7 +13,7 @@ from megatron.fill.display import mib
 from megatron.fill.linux import tree
 from megatron.fill.linux.cgroup import Cgroup, CgroupHome, MemoryGroup, find_home, memory_groups
 from megatron.fill.linux.held import Held, HeldMemory
-from megatron.fill.linux.host import FreeHostMemory
+from megatron.fill.linux.host import free_host_bytes
 from megatron.fill.linux.oom import OomLog
 from megatron.fill.linux.procsettings import ProcSettings
 from megatron.fill.linux.reap import end_all
@@ -166,12 +166,11 @@ class CpuDevice:
         self.overhead_bytes = 0
         self.nodes: tuple[str, ...] = ()
         self._home = find_home() if home is None else home
-        self._free = FreeHostMemory()
         self._groups = memory_groups() if groups is None else groups
 
     def free_bytes(self) -> int:
         # Read each time: an old reading would miss memory that a worker has freed since, and request it twice.
-        return min([self._free(), *(group.room_bytes() for group in self._groups)])
+        return min([free_host_bytes(), *(group.room_bytes() for group in self._groups)])
 
     def energy_j(self) -> None:
         """Return None: the counters of processors are root's, and of the whole socket."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -117,24 +116,6 @@ def synchronize(device: str) -> None:
     torch = sys.modules.get("torch")
     if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
-
-
-class FreeDeviceMemory:
-    """A callable that returns the device's free memory in bytes, read from the driver at most every 0.25 s."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._read_ns = 0
-        self._bytes = 0
-
-    def __call__(self) -> int:
-        import torch
-
-        now_ns = time.monotonic_ns()
-        if now_ns - self._read_ns > 250_000_000:
-            self._bytes = torch.cuda.mem_get_info(self._device)[0]
-            self._read_ns = now_ns
-        return self._bytes
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron.fill.device.port import DeviceError
+from megatron.fill.linux.host import free_host_bytes
 from megatron.fill.linux.peak import PeakMemory
 
 
@@ -69,6 +70,15 @@ def meter(device: str) -> Meter:
 def resident_bytes() -> int:
     """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_bytes(device: str) -> int:
+    """The free memory of a device in bytes, in a process that may use it."""
+    if device == "cpu":
+        return free_host_bytes()
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def fingerprint(device: str) -> str:

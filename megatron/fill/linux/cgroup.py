@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.linux.proc import numbers, text
+from megatron.fill.linux.proc import number, numbers, text
 
 _NAME = re.compile(r"[\w.-]+")
 _PREFIX = "pipefill-"
@@ -163,8 +163,7 @@ class Cgroup:
 
     def peak_bytes(self) -> int:
         """The peak of the memory that ``memory.max`` limits; 0 if the kernel does not report it (before 5.19)."""
-        peak = text(self.path / "memory.peak").strip()
-        return int(peak) if peak.isdigit() else 0
+        return number(self.path / "memory.peak") or 0
 
     def memory_kills(self) -> int:
         """The number of processes that the kernel killed because of ``memory.max``."""
@@ -217,16 +216,13 @@ class MemoryGroup:
         stat = numbers(self.path / "memory.stat")
         if self.version_1:
             # The limit of a parent group that is not visible from here is in the group's own statistics.
-            limits = [self._number("memory.limit_in_bytes"), stat.get("hierarchical_memory_limit")]
-            used, idle = self._number("memory.usage_in_bytes"), "total_inactive_file"  # of child groups too
+            limits = [number(self.path / "memory.limit_in_bytes"), stat.get("hierarchical_memory_limit")]
+            used, idle = number(self.path / "memory.usage_in_bytes"), "total_inactive_file"  # of child groups too
         else:
-            limits, used, idle = [self._number("memory.max")], self._number("memory.current"), "inactive_file"
+            limits = [number(self.path / "memory.max")]
+            used, idle = number(self.path / "memory.current"), "inactive_file"
         cap = min((limit for limit in limits if limit is not None), default=sys.maxsize)
         return sys.maxsize if cap >= _NO_LIMIT else max(0, cap - (used or 0) + stat.get(idle, 0))
-
-    def _number(self, file: str) -> int | None:
-        number = text(self.path / file).strip()
-        return int(number) if number.isdigit() else None
 
 
 def memory_groups(proc: Path = Path("/proc")) -> list[MemoryGroup]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from megatron.fill.linux.proc import numbers, stat_fields
 
+_REST_NS = 250_000_000
+
 
 def die_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel end this process when its parent dies.  ``parent`` is the parent's pid, known from before."""
@@ -100,19 +102,21 @@ def cap_memory(memory_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class FreeHostMemory:
-    """A callable that returns the machine's available memory in bytes; a reading is reused for ``rest_s`` seconds."""
+def free_host_bytes(meminfo: str = "/proc/meminfo") -> int:
+    """The machine's available memory in bytes."""
+    return 1024 * numbers(meminfo)["MemAvailable"]
 
-    def __init__(self, rest_s: float = 0, meminfo: str = "/proc/meminfo") -> None:
-        self._rest_ns = round(rest_s * 1e9)
-        self._meminfo = meminfo
+
+class FreeHostMemory:
+    """A callable that returns the machine's available memory in bytes; a reading is reused for 0.25 s."""
+
+    def __init__(self) -> None:
         self._read_ns = self._bytes = 0
 
     def __call__(self) -> int:
         now_ns = time.monotonic_ns()
-        if not self._read_ns or now_ns - self._read_ns >= self._rest_ns:
-            self._bytes = 1024 * numbers(self._meminfo)["MemAvailable"]
-            self._read_ns = now_ns
+        if now_ns - self._read_ns > _REST_NS:
+            self._read_ns, self._bytes = now_ns, free_host_bytes()
         return self._bytes
 
 

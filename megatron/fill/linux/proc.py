@@ -40,6 +40,12 @@ def numbers(path: str | Path) -> dict[str, int]:
     return found
 
 
+def number(path: str | Path) -> int | None:
+    """The number that a file holds; None if there is no such file, or something else in it."""
+    found = read(path).strip()
+    return int(found) if found.isdigit() else None
+
+
 def names_in(folder: str) -> list[str]:
     """The names in a folder; none if it or its process is gone, or it is not readable."""
     try:

@@ -120,17 +120,13 @@ def _lay(job: DrawnJob, filled_to: dict[tuple[int, int], float], bubbles: int, n
             bars.append((place[0], (at, job.plan.reserve_ns), _RESERVED))
             at += job.plan.reserve_ns
         upcoming = (nodes[(chunk.first + offset) % len(nodes)] for offset in range(chunk.count))
-        for (colour, narrow), alike in groupby(upcoming, lambda it: (_colour(it.name), it.duration_ns < narrow_ns)):
+        for (kind, narrow), alike in groupby(upcoming, lambda it: (_kind(it.name), it.duration_ns < narrow_ns)):
             durations_ns = [node.duration_ns for node in alike]
             for duration_ns in [sum(durations_ns)] if narrow else durations_ns:
-                bars.append((place[0], (at, duration_ns), colour))
+                bars.append((place[0], (at, duration_ns), _KINDS.get(kind, _OTHER)))
                 at += duration_ns
         filled_to[place] = at
     return bars
-
-
-def _colour(name: str) -> str:
-    return _KINDS[kind] if (kind := _kind(name)) in _KINDS else _OTHER
 
 
 def _kind(name: str) -> str:

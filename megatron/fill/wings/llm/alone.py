@@ -12,8 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.device.meter import free_bytes
 from megatron.fill.errors import ConfigError
-from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.wings.llm.batch import BatchJob
 from megatron.fill.wings.llm.fitting import claimed_bytes
@@ -53,7 +53,7 @@ def answer_alone(
     """
     with _locked(partial, output) as fd, tempfile.TemporaryDirectory(prefix="pipefill-batch-") as folder:
         if memory_bytes is None:
-            memory_bytes = claimed_bytes(device) + int(_SHARE * _free_bytes(device))
+            memory_bytes = claimed_bytes(device) + int(_SHARE * free_bytes(device))
         task = BatchJob()
         task.context = TaskContext(output.name, Path(folder), device, memory_bytes)
         try:
@@ -94,11 +94,3 @@ def _locked(partial: Path, output: Path) -> Iterator[int]:
                 partial.unlink(missing_ok=True)
     finally:
         os.close(fd)
-
-
-def _free_bytes(device: str) -> int:
-    if device == "cpu":
-        return FreeHostMemory()()
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[0])
