@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from megatron.fill.device import cuda
@@ -123,20 +122,9 @@ class Driven(SideTask):
         self._state = said.get("state", self._state)
         self._work += said.get("work", 0.0)
         self.context.total_work = said.get("total", self.context.total_work)
-        if "result" in said:
-            self.context.report(**said["result"])
+        self.context.result = said.get("result", self.context.result)
         if "error" in said:
             raise MemoryError(said["error"]) if said["memory"] else TaskError(said["error"])
-
-
-class _Told(TaskContext):
-    """The task's context in its own process, which passes its results on to the worker."""
-
-    workload: _Workload
-
-    def report(self, **values: Any) -> None:
-        self.result = self.result | values
-        self.workload.tell(result=values)
 
 
 class _Stop(BaseException):
@@ -153,11 +141,9 @@ class _Workload:
         self._pid = os.getpid()
         self._busy = True  # in code that a pause must not interrupt
         self._wanted = False  # a pause was requested in the meantime
-        given = {field.name: getattr(context, field.name) for field in fields(TaskContext)}
-        # This process must not interrupt the worker's own use of the device.
-        told = _Told(**given | {"aside": nullcontext})
-        told.workload = self
-        self._machine = TaskMachine(task, told)
+        context.aside = nullcontext  # this process must not interrupt the worker's own use of the device
+        self._told = context.result  # the results that the worker knows
+        self._machine = TaskMachine(task, context)
         self._machine.enter = enter
         task.count = lambda work: self.tell(work=work)
 
@@ -201,6 +187,8 @@ class _Workload:
         if os.getpid() != self._pid:  # the task has forked it, and no report is sent twice
             return
         busy, self._busy = self._busy, True
+        if self.task.context.result is not self._told:
+            self._told = what["result"] = self.task.context.result
         data = json.dumps(what).encode() + b"\n"
         while data:
             data = data[os.write(self._tell_fd, data) :]
