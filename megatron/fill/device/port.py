@@ -24,22 +24,14 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a worker; DeviceError if one is out of its range."""
+    """The limits of a worker."""
 
     # Device memory of all its processes together; on the CPU, memory that they hold privately or share with each other;
     # on CUDA, memory that they allocate (each context takes ``WorkerDevice.overhead_bytes`` more).  None for no cap.
     memory_bytes: int | None = None
     processes: int = 256  # processes and threads
     files: int = 1024  # open files of each process
-    sm_percentage: int = 100  # share of a GPU's multiprocessors
-
-    def __post_init__(self) -> None:
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise DeviceError(f"a memory cap of {self.memory_bytes} bytes: expected more than 0, or none")
-        if self.processes < 1 or self.files < 1:
-            raise DeviceError(f"{self.processes} processes, {self.files} files: expected at least 1 of each")
-        if not 1 <= self.sm_percentage <= 100:
-            raise DeviceError(f"{self.sm_percentage}% of the multiprocessors: expected 1 to 100")
+    sm_percentage: int = 100  # share of a GPU's multiprocessors, at least 1
 
 
 class Limiter(Protocol):

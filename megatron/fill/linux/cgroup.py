@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from pathlib import Path
 
 from megatron.fill.linux.proc import number, numbers, text
 
-_NAME = re.compile(r"[\w.-]+")
 _PREFIX = "pipefill-"
 _STALE_S = 60.0  # a group that is empty for longer than a worker takes to start was left by a killed agent
 _NO_LIMIT = 1 << 62  # version 1 reports "no limit" as a number a little below 2**63
@@ -112,12 +110,10 @@ def _is_delegated(path: Path) -> bool:
 class Cgroup:
     """A worker's group, created in a home with a path; the kernel enforces the limits for which that has controllers.
 
-    OSError if it cannot be created, ValueError if ``name`` (without the prefix) is not a valid name of a folder.
+    OSError if it cannot be created.
     """
 
     def __init__(self, home: CgroupHome, name: str, memory_bytes: int | None, processes: int) -> None:
-        if not _NAME.fullmatch(name) or name.startswith("."):
-            raise ValueError(f"{name!r} cannot name a control group: expected letters, digits, '.', '_', '-'")
         assert home.path is not None
         self.path = home.path / f"{_PREFIX}{name}"
         _sweep(home.path)

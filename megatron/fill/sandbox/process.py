@@ -43,18 +43,13 @@ class SandboxedProcess:
         prepare: called in the job's process before it gives up its powers (limits, priority).
         body: code of the job, called after ``begin`` in the complete sandbox.  Its process ends when it returns.
 
-    Attributes:
-        init: pid of the first process inside, as seen from outside.
-        pid: pid of the job, and of its process group, as seen from outside.
-        lacking: reasons for the layers that this machine could not set up.
-
     Raises:
         SandboxError: the sandbox cannot be set up; no process is left.
     """
 
     def __init__(self, sandbox: Sandbox, prepare: Callable[[], None], body: Callable[[], None]) -> None:
         self._sandbox, self._prepare, self._body = sandbox, prepare, body
-        self.init = 0
+        self.init = 0  # pid of the first process inside, as seen from outside
         self._exit_code: int | None = None
         self._lock = threading.Lock()  # the first thread that asks reaps the init
         alive_r, self._alive_w = os.pipe()  # end of file means that we have died
@@ -71,8 +66,8 @@ class SandboxedProcess:
         self._told = open(told_r, "rb", closefd=False)  # noqa: SIM115 - it is read until this process ends
         self.init = self._expect("init")
         os.write(self._alive_w, b"x")  # it is our child now
-        self.lacking = list(filter(None, self._expect("lacking")))
-        self.pid = children(self.init)[0]
+        self.lacking = list(filter(None, self._expect("lacking")))  # reasons for layers that could not be set up
+        self.pid = children(self.init)[0]  # that of the job and of its process group, as seen from outside
 
     def begin(self) -> None:
         os.write(self._go_w, b"x")

@@ -165,7 +165,8 @@ class StepLoop:
             device.launch()
             start_ns = clock()
             try:
-                if self.pacer is not None and self._is_doubtful(node):
+                # A probe, and the first step of its kind, which loads more, may take longer than the bubble.
+                if self.pacer is not None and (self._probing or not self.estimators.has_seen(node)):
                     with self.pacer.paced(bubble) as held:
                         work = machine.run_next_step()
                 else:
@@ -198,10 +199,6 @@ class StepLoop:
             if not (self._fits(bubble, now_ns) or (self._await_start(bubble) and self._fits(bubble, clock()))):
                 break
         return False, first_ns, end_ns, spent_ns, steps
-
-    def _is_doubtful(self, node: int) -> bool:
-        """True for a probe, and for the first step of its kind, which loads more."""
-        return self._probing or not self.estimators.has_seen(node)
 
     def _credit(self, node: int, work: float) -> tuple[float, float]:
         """Return the work that counts permanently, and that of the iteration that has not ended.

@@ -184,12 +184,6 @@ def test_what_a_killed_agent_left_is_removed(tree):
     group.close()
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a b"])
-def test_a_name_that_is_no_folder_s_is_refused(tree, name):
-    with pytest.raises(ValueError, match="cannot name a control group"):
-        Cgroup(CgroupHome(tree.mount), name, None, 1)
-
-
 def test_the_free_memory_is_that_of_the_container(tree):
     job = tree.group("job")
     tree.group("job/step")
