@@ -1,6 +1,7 @@
-"""Memory of one GPU of a stage by the published formulas, for the simulator.
+"""Parameters on one GPU of a stage; and its memory by the published formulas, for the simulator.
 
-``held`` is the more exact accounting that ``pipefill configure`` uses.
+``held`` is the more exact accounting of ``pipefill configure``, of the kernels that flags choose, which a simulated
+main job does not have.
 
 Weights, gradients and optimizer state are counted as in ``megatron.training.theoretical_memory_usage``, but for each
 stage instead of the fullest one; activations by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.
