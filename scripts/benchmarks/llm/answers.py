@@ -38,7 +38,7 @@ def engine(folder: Path, shapes: Sequence[Shape], batch: int) -> Engine:
     """An engine with the draft."""
     target, draft, tokenizer = models(folder)
     runners = [ModelRunner(one, CONTEXT) for one in (target, draft)]
-    return Engine(runners, tokenizer.decode, tokenizer.eos_ids, traversal, shapes, batch, 128, None, time.thread_time)
+    return Engine(runners, tokenizer.decode, tokenizer.eos_ids, traversal, shapes, batch, 128, time.thread_time)
 
 
 def generate(made: Engine, wanted: Sequence[Wanted]) -> list[GeneratedSequence]:

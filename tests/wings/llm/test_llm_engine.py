@@ -27,9 +27,9 @@ def spell(tokens):
     return "".join(chr(ord("A") + token) for token in tokens)
 
 
-def engine(models, shapes=((),), batch=4, chunk=16, limit=None, pieces=2, rule=verify.traversal, ends=frozenset()):
+def engine(models, shapes=((),), batch=4, chunk=16, pieces=2, rule=verify.traversal, ends=frozenset()):
     runners = [ModelRunner(one, CONTEXT, pieces) for one in models]
-    return Engine(runners, spell, ends, rule, shapes, batch, chunk, limit, count().__next__)
+    return Engine(runners, spell, ends, rule, shapes, batch, chunk, count().__next__)
 
 
 def some_prompts(number, seed=0, longest=40):

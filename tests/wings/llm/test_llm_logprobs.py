@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megatron.fill.wings.llm.answering import choice_as_data, choice_from_data
 from megatron.fill.wings.llm.answers import Choice, answer
 from megatron.fill.wings.llm.logprobs import logprobs_of
 from megatron.fill.wings.llm.sequence import GeneratedSequence, TokenNote, Wanted
@@ -62,9 +61,10 @@ def choice(tokenizer: Tokenizer, tokens: list[int], chat: bool = False, **wanted
     sequence = GeneratedSequence(Wanted((1,), len(tokens), **more, **wanted))
     sequence.take(tokens, notes, tokenizer.eos_ids, tokenizer.decode)
     assert sequence.finish in ("stop", "length")
-    noted = logprobs_of(sequence, tokenizer)
-    made = Choice(0, sequence.text, sequence.finish, len(sequence.generated), noted)
-    made = choice_from_data(json.loads(json.dumps(choice_as_data(made))))
+    resumed = GeneratedSequence(sequence.wanted)
+    resumed.load_state_dict(json.loads(json.dumps(sequence.state_dict())))
+    noted = logprobs_of(resumed, tokenizer)
+    made = Choice(0, resumed.text, sequence.finish, len(resumed.generated), noted)
     return dict(answer(request(chat=chat), [made], 1, "m")["response"]["body"]["choices"][0])
 
 

@@ -49,7 +49,7 @@ ACTIONS = st.one_of(
 @settings(max_examples=150)
 @given(st.lists(ACTIONS, max_size=40))
 def test_whatever_happens_the_bytes_stay_below_the_limit_and_no_page_is_shared(actions):
-    room = KeyValueRoom(caches(), 4, 3, None)
+    room = KeyValueRoom(caches(), 4, 3)
     largest = room.bytes_for_one(100)
     limit = 4 * largest
     room.limit(limit)
@@ -107,7 +107,7 @@ def test_whatever_happens_the_bytes_stay_below_the_limit_and_no_page_is_shared(a
 
 
 def test_what_is_kept_is_its_sequences_where_the_pages_change():
-    room = KeyValueRoom(caches(), 4, 0, None)
+    room = KeyValueRoom(caches(), 4, 0)
     room.limit(room.bytes_for(8))
     room.waiting.extend([sequence(20), sequence(40), sequence(3)])
     room.admit()
@@ -132,14 +132,15 @@ def test_what_is_kept_is_its_sequences_where_the_pages_change():
 
 
 def test_one_that_does_not_fit_alone_is_said():
-    room = KeyValueRoom(caches(), 3, 0, 1000)
+    room = KeyValueRoom(caches(), 3, 0)
+    room.limit(1000)
     room.waiting.append(sequence(4, 100))
     with pytest.raises(TaskError, match="a sequence of 104 tokens needs"):
         room.admit()
 
 
 def test_the_youngest_lose_their_room_and_are_the_next_ones():
-    room = KeyValueRoom(caches(), 3, 0, None)
+    room = KeyValueRoom(caches(), 3, 0)
     old, middle, young = sequence(done=6), sequence(done=4), sequence(done=1)
     room.waiting.extend([middle, young, old])
     room.admit()
@@ -153,7 +154,7 @@ def test_the_youngest_lose_their_room_and_are_the_next_ones():
 
 def test_those_that_end_at_different_times_share_pages_that_all_together_would_need_more_of():
     """Each needs 5 pages at its end; one that is half done ends before the other needs them."""
-    room = KeyValueRoom(caches(), 8, 0, None)
+    room = KeyValueRoom(caches(), 8, 0)
     most = 5 * PAGE - 4
     room.limit(room.bytes_for(8))
     room.waiting.extend([sequence(4, most), sequence(4, most)])
@@ -173,7 +174,7 @@ def test_those_that_end_at_different_times_share_pages_that_all_together_would_n
 
 
 def test_where_sequences_end_early_more_are_admitted():
-    room = KeyValueRoom(caches(), 8, 0, None)
+    room = KeyValueRoom(caches(), 8, 0)
     room.limit(room.bytes_for(pages_for(1000)))
     for _ in range(60):
         room.waiting.extend(sequence(4, 900) for _ in range(2))
@@ -193,7 +194,7 @@ def test_a_pass_that_is_compacted_reads_all_before_it_writes():
     for tensor in tensors(cache):
         tensor[:] = torch.arange(6.0 * PAGE).view(6, PAGE, 1)
     before = [tensor.clone() for tensor in tensors(cache)]
-    cache.compact([[4, 2]], [[3, PAGE, PAGE + 4]], [[2, 3, PAGE]])
+    cache.compact([([4, 2], 3, 2), ([4, 2], PAGE, 3), ([4, 2], PAGE + 4, PAGE)])
     for tensor, its in zip(tensors(cache), before, strict=True):
         its[:, 4, 2], its[:, 4, 3], its[:, 2, 0] = 4 * PAGE + 3, 2 * PAGE, 2 * PAGE + 4
         assert torch.equal(tensor, its)
@@ -218,7 +219,7 @@ def test_what_is_wiped_are_the_columns_from_the_first_one_on(first):
 @pytest.mark.parametrize(("short", "expected"), [(750, 4), (20, 9)])
 def test_pages_are_copied_together_only_for_half_as_many_sequences_again(short, expected):
     """Four of the longest fit; without copies there is no room for more of the others."""
-    room = KeyValueRoom(caches(), 9, 3, None)
+    room = KeyValueRoom(caches(), 9, 3)
     room.limit(4 * room.bytes_for_one(1016))  # places are of an even number of pages
     room.waiting.extend([sequence(2, 998), *(sequence(2, short) for _ in range(8))])
     room.admit()

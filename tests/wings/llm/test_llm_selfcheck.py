@@ -150,12 +150,12 @@ def test_the_marks_of_a_config_are_its_windows_chunks_and_original_lengths():
 def test_masks_of_a_tree_go_by_places_and_not_by_columns():
     import numpy as np
 
-    kinds = attention.AttentionKinds({"full_attention": 0, "sliding_attention": 3, "chunked_attention": 4})
+    kinds = {"full_attention": 0, "sliding_attention": 3, "chunked_attention": 4}
     source = random.Random(3)
     queries = np.array([[source.randrange(20) for _ in range(5)]])
     columns = np.array([[source.randrange(20) for _ in range(9)]])
     visible = np.ones((1, 1, 5, 9), dtype=bool)
-    masks = kinds.masks(visible, queries, columns)
+    masks = attention.attention_masks(kinds, visible, queries, columns)
     for q in range(5):
         for c in range(9):
             query, column = queries[0, q], columns[0, c]

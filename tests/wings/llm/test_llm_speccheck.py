@@ -165,7 +165,7 @@ def test_a_node_attends_to_its_ancestors_and_draws_of_one_token_share_a_node():
     two = tree.add(one, 1, half)
     assert [len(draws) for draws in tree.draws] == [3, 1, 0, 0]
     assert tree.path(two) == (2, 1)
-    assert tree.depths() == [0, 1, 1, 2]
+    assert tree.depths == [0, 1, 1, 2]
     assert [sorted(np.flatnonzero(row)) for row in tree.mask()] == [[0], [0, one], [0, other], [0, one, two]]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron.fill.errors import TaskError
-from megatron.fill.wings.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
+from megatron.fill.wings.llm.answers import AnswerFile, Choice, answer, error_answer
 from megatron.fill.wings.llm.attention import Context
 from megatron.fill.wings.llm.grammar import Grammars
 from megatron.fill.wings.llm.logprobs import logprobs_of
@@ -23,12 +23,18 @@ _UNSIGNED = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Begun:
-    """A request some of whose choices are missing."""
+    """A request that is not answered yet."""
 
     request: Request
     prompt_tokens: int
-    choices: dict[int, Choice] = field(default_factory=dict)  # finished choices by number
+    sequences: list[GeneratedSequence]  # one for each choice
     error: str | None = None  # reason that it cannot be answered
+
+    @property
+    def done(self) -> float:
+        """The share of it that is there, 0 to 1."""
+        shares = [len(one.generated) / one.wanted.most if one.finish is None else 1.0 for one in self.sequences]
+        return sum(shares) / len(shares)
 
 
 class Answering:
@@ -56,9 +62,9 @@ class Answering:
         seed: int,
         fits: Callable[[GeneratedSequence], bool],
         vocabulary: int,
-        grammars: Grammars | None = None,
-        pooling: Pooling = "last",
-        embeds: bool = True,
+        grammars: Grammars | None,
+        pooling: Pooling,
+        embeds: bool,
     ) -> None:
         self._lines, self._file, self._tokenizer = iter(lines), file, tokenizer
         self._context, self._model, self._seed, self._fits = context, model, seed, fits
@@ -66,8 +72,7 @@ class Answering:
         self._pooling, self._embeds = pooling, embeds
         self._begun: dict[int, _Begun] = {}  # by line
         self._ready: deque[GeneratedSequence] = deque()
-        self._kept: dict[tuple[int, int], dict[str, Any]] = {}
-        self._choices: dict[int, dict[int, Choice]] = {}
+        self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # states of sequences, by line and choice
         self.answered = len(file)
         self._counted = float(len(file))  # done, and counted as work, perhaps in another process
 
@@ -83,51 +88,30 @@ class Answering:
 
     def ended(self, sequence: GeneratedSequence) -> None:
         """A sequence has ended; with the last one of its request, the request is answered."""
-        line, number = sequence.name
+        line, _ = sequence.name
         begun = self._begun[line]
         if sequence.grammar is not None and sequence.grammar.error is not None:
             begun.error = f"response_format could not be followed: {sequence.grammar.error}"
-        try:
-            choice = self._choice(number, sequence, begun.request)
-        except Exception as error:  # of a tokenizer, with tokens that it does not expect
-            choice = Choice(number, _unexpected(error), "error", len(sequence.generated))
-        begun.choices[number] = choice
-        if len(begun.choices) == begun.request.choices:
-            choices = [begun.choices[number] for number in sorted(begun.choices)]
-            del self._begun[line]
-            failed = next((choice.text for choice in choices if choice.finish_reason == "error"), None)
-            if begun.error is not None:
-                self._write(error_answer(Refused(line, begun.request.custom_id, begun.error, "response_format")))
-            elif failed is not None:
-                self._refuse(begun.request, failed, 500)
-            else:
-                self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
+        sequence.grammar = None  # it takes memory
+        self._answer_if_ended(line)
 
-    def new_work(self, unfinished: Iterable[GeneratedSequence]) -> float:
+    def new_work(self) -> float:
         """Requests done since the last call; one in progress counts as the part of its tokens that is there."""
-        done = float(self.answered)
-        for begun in self._begun.values():
-            done += len(begun.choices) / begun.request.choices
-        for sequence in (*unfinished, *self._ready):
-            done += _part(sequence) / self._begun[sequence.name[0]].request.choices
+        done = self.answered + sum(begun.done for begun in self._begun.values())
         new, self._counted = done - self._counted, done
         return new
 
-    def state_dict(self, unfinished: Iterable[GeneratedSequence]) -> dict[str, Any]:
-        """Generated sequences and choices of requests that are not answered yet."""
+    def state_dict(self) -> dict[str, Any]:
+        """Sequences of requests that are not answered yet."""
         self._file.sync()
-        sequences = [[*one.name, one.state_dict()] for one in (*unfinished, *self._ready) if one.generated]
+        there = [one for begun in self._begun.values() for one in begun.sequences if one.generated or one.finish]
+        sequences = [[*one.name, one.state_dict()] for one in there]
         sequences += [[*name, kept] for name, kept in self._kept.items()]  # of requests that were not reached again
-        there = {line: begun.choices for line, begun in self._begun.items()} | self._choices
-        choices = [[line, choice_as_data(choice)] for line, found in there.items() for choice in found.values()]
-        return {"sequences": sequences, "choices": choices}
+        return {"sequences": sequences}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; before the first ``following``."""
         self._kept = {(line, number): kept for line, number, kept in state["sequences"]}
-        for line, data in state["choices"]:
-            choice = choice_from_data(data)
-            self._choices.setdefault(line, {})[choice.index] = choice
 
     def _begin(self, line: Request | Refused) -> None:
         if isinstance(line, Refused):
@@ -151,11 +135,30 @@ class Answering:
         except Exception as error:  # of a tokenizer or a template, with what it does not expect
             self._refuse(line, _unexpected(error), 500)
             return
-        begun = _Begun(line, sum(map(len, prompts)), self._choices.pop(line.line, {}))
+        begun = _Begun(line, sum(map(len, prompts)), sequences)
         self._begun[line.line] = begun
-        left = [one for number, one in enumerate(sequences) if number not in begun.choices]
-        self._counted += (len(begun.choices) + sum(map(_part, left))) / line.choices
-        self._ready.extend(left)
+        self._counted += begun.done
+        self._ready.extend(one for one in sequences if one.finish is None)
+        self._answer_if_ended(line.line)
+
+    def _answer_if_ended(self, line: int) -> None:
+        begun = self._begun[line]
+        if any(one.finish is None for one in begun.sequences):
+            return
+        del self._begun[line]
+        request = begun.request
+        failed = next((one.text for one in begun.sequences if one.finish == "error"), None)
+        if begun.error is not None:
+            self._write(error_answer(Refused(line, request.custom_id, begun.error, "response_format")))
+        elif failed is not None:
+            self._refuse(request, failed, 500)
+        else:
+            try:
+                choices = [self._choice(one, request) for one in begun.sequences]
+            except Exception as error:  # of a tokenizer, with tokens that it does not expect
+                self._refuse(request, _unexpected(error), 500)
+            else:
+                self._write(answer(request, choices, begun.prompt_tokens, self._model))
 
     def _most(self, request: Request, prompt: int) -> int:
         """New tokens at most, by the context.
@@ -210,14 +213,14 @@ class Answering:
             sequence.load_state_dict(kept)
         return sequence
 
-    def _choice(self, number: int, sequence: GeneratedSequence, request: Request) -> Choice:
+    def _choice(self, sequence: GeneratedSequence, request: Request) -> Choice:
         assert sequence.finish is not None
-        noted = request.logprobs is not None and sequence.finish != "error"
-        notes = logprobs_of(sequence, self._tokenizer) if noted else None
+        notes = None if request.logprobs is None else logprobs_of(sequence, self._tokenizer)
         vector = None
         if sequence.pooled is not None:
             length = np.linalg.norm(sequence.pooled) or 1.0  # zeros stay zeros
             vector = tuple(map(float, (sequence.pooled / length).astype(np.float32)))
+        _, number = sequence.name
         return Choice(number, sequence.text, sequence.finish, len(sequence.generated), notes, vector)
 
     def _refuse(self, request: Request, why: str, status_code: int) -> None:
@@ -262,29 +265,3 @@ def _known(tokens: list[int], where: str, tokenizer: Tokenizer, vocabulary: int)
 
 def _unexpected(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def _part(sequence: GeneratedSequence) -> float:
-    return len(sequence.generated) / sequence.wanted.most
-
-
-def choice_as_data(choice: Choice) -> list[Any]:
-    """A choice as JSON has it, for the state of a job."""
-    notes = choice.logprobs
-    noted = None
-    if notes is not None:
-        noted = [[note.token, note.logprob, list(map(list, note.top)), note.offset] for note in notes]
-    vector = None if choice.vector is None else list(choice.vector)
-    return [choice.index, choice.text, choice.finish_reason, choice.tokens, noted, vector]
-
-
-def choice_from_data(data: list[Any]) -> Choice:
-    """The choice that ``choice_as_data`` gave."""
-    index, text, finish, tokens, noted, vector = data
-    notes = None
-    if noted is not None:
-        notes = [
-            TokenLogprob(token, value, tuple((other, least) for other, least in top), offset)
-            for token, value, top, offset in noted
-        ]
-    return Choice(index, text, finish, tokens, notes, None if vector is None else tuple(vector))

@@ -34,7 +34,7 @@ class Choice:
 
     index: int
     text: str
-    finish_reason: Literal["stop", "length", "error"]  # for ``error``, ``text`` is the reason
+    finish_reason: Literal["stop", "length"]
     tokens: int  # number of generated tokens
     logprobs: Sequence[TokenLogprob] | None = None
     vector: tuple[float, ...] | None = None  # a prompt's embedding, normalised, if there is no text

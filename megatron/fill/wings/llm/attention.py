@@ -12,7 +12,6 @@ from megatron.fill.errors import TaskError
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _LENGTH_NAME = re.compile(r"^(?!.*(expert|layer)).*(window|chunk|original|local|block_size)")
-_KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}
 # Rotary positions that change for a whole sequence once it is longer: what was computed before would be wrong.
 _CHANGING_ROPES = ("longrope", "su", "yarn_dynamic")
 
@@ -54,60 +53,51 @@ def context_of(model: Any) -> Context:
     return Context(limit)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionKinds:
-    """Kinds of attention that a model's layers have.
+def attention_kinds(model: Any) -> dict[str, int]:
+    """The kinds of attention in a model's layers: tokens of each one's window or chunk, 0 for all tokens.
 
-    Attributes:
-        kinds: size in tokens of the window or chunk of each kind in the config's ``layer_types``; 0 for all tokens.
+    Raises:
+        TaskError: some layers attend in another way, or the config does not say how far.
     """
+    config, name = text_config(model), type(model).__name__
+    window = _whole(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
+    sizes = {
+        "full_attention": 0,
+        "sliding_attention": window,
+        "chunked_attention": _whole(config, "attention_chunk_size"),
+    }
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    if unknown := sorted(set(types) - set(sizes)):
+        raise TaskError(f"{name} has layers of {', '.join(unknown)}; expected layers of {', '.join(sorted(sizes))}")
+    found = {}
+    for kind in dict.fromkeys(types):
+        size = sizes[kind]
+        if size is None:
+            raise TaskError(f"{name} has layers of {kind} and its config.json does not say of how many tokens")
+        found[kind] = size
+    return found
 
-    kinds: dict[str, int]
 
-    @classmethod
-    def of(cls, model: Any) -> AttentionKinds:
-        """Read from a model's config.
+def attention_masks(
+    kinds: dict[str, int], visible: np.ndarray, queries: np.ndarray, columns: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The mask of each kind of layer: the visible columns within its window or chunk.
 
-        Raises:
-            TaskError: some layers attend in another way, or the config does not say how far.
-        """
-        config, name = text_config(model), type(model).__name__
-        types = dict.fromkeys(getattr(config, "layer_types", None) or ())
-        if unknown := sorted(set(types) - _KNOWN):
-            raise TaskError(
-                f"{name} has layers of {', '.join(unknown)}; expected layers of {', '.join(sorted(_KNOWN))}"
-            )
-        window = _whole(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
-        if not types:
-            types = dict.fromkeys(["sliding_attention" if window else "full_attention"])
-        sizes = {
-            "full_attention": 0,
-            "sliding_attention": window,
-            "chunked_attention": _whole(config, "attention_chunk_size"),
-        }
-        kinds = {kind: sizes[kind] for kind in types}
-        if missing := [kind for kind, size in kinds.items() if size is None]:
-            raise TaskError(f"{name} has layers of {missing[0]} and its config.json does not say of how many tokens")
-        return cls({kind: int(size or 0) for kind, size in kinds.items()})
-
-    def masks(self, visible: np.ndarray, queries: np.ndarray, columns: np.ndarray) -> dict[str, np.ndarray]:
-        """The mask of each kind of layer: the visible columns within its window or chunk.
-
-        Args:
-            visible: ``[rows, 1, queries, columns]`` of bool.
-            queries: the position of each new token in its sequence, ``[rows, queries]``.
-            columns: the position of the token in each column, ``[rows, columns]``.
-        """
-        found = {}
-        for kind, size in self.kinds.items():
-            query, column = queries[:, None, :, None], columns[:, None, None, :]
-            if not size:
-                found[kind] = visible
-            elif kind == "sliding_attention":
-                found[kind] = visible & (query - column < size)
-            else:
-                found[kind] = visible & (query // size == column // size)
-        return found
+    Args:
+        kinds: as ``attention_kinds`` gives them.
+        visible: ``[rows, 1, queries, columns]`` of bool.
+        queries: the position of each new token in its sequence, ``[rows, queries]``.
+        columns: the position of the token in each column, ``[rows, columns]``.
+    """
+    found, query, column = {}, queries[:, None, :, None], columns[:, None, None, :]
+    for kind, size in kinds.items():
+        if not size:
+            found[kind] = visible
+        elif kind == "sliding_attention":
+            found[kind] = visible & (query - column < size)
+        else:
+            found[kind] = visible & (query // size == column // size)
+    return found
 
 
 def marks(model: Any) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +20,6 @@ from megatron.fill.wings.llm.shapes import most_nodes, read_shapes
 
 if TYPE_CHECKING:
     from megatron.fill.wings.llm.engine import Engine
-    from megatron.fill.wings.llm.sequence import GeneratedSequence
 
 _RULES = ("matching", "multi_step", "traversal")
 _BATCH_SIZES, _CHUNKS = (8, 1), (128, 32)  # the largest and the smallest: each costs seconds of measuring
@@ -119,7 +117,7 @@ class BatchJob(NodeTask):
         self.context.total_work = float(len(self._lines))
         self._configuration = self.configurations()[0]
         self._engine: Engine | None = None
-        self._state: dict[str, Any] = {"sequences": [], "choices": []}
+        self._state: dict[str, Any] = {"sequences": []}
 
     def configurations(self) -> list[Configuration]:
         """Every batch size with every length of a chunk; the largest and the smallest if none were given."""
@@ -168,13 +166,11 @@ class BatchJob(NodeTask):
             self._shapes[-1:] if self.context.measuring else self._shapes,
             self._configuration.batch_size,
             self._configuration.chunk,
-            None,
             fitting.clock(self.context.device),
         )
         least = self._engine.room.bytes_for_one(2 * _MEASURED_TOKENS)
         taken = fitting.claimed_bytes(device) + fitting.pass_bytes(self._model.config, rows)
-        limit = fitting.key_value_bytes(self._most_bytes, self.context.memory_bytes, taken, least)
-        self._engine.room.limit(limit)
+        self._engine.room.limit(fitting.key_value_bytes(self._most_bytes, self.context.memory_bytes, taken, least))
         self._answering = Answering(
             self._lines,
             self._file,
@@ -182,7 +178,7 @@ class BatchJob(NodeTask):
             context_of(self._model),
             self._model_name,
             self._seed,
-            self._fits(limit),
+            self._engine.room.fits,
             size,
             self._grammars,
             self._pooling,
@@ -210,7 +206,7 @@ class BatchJob(NodeTask):
                 engine.fill_to_measure(_MEASURED_TOKENS)
             elif self._fill_up(engine):
                 self._report()
-                if work := self._answering.new_work(()):
+                if work := self._answering.new_work():
                     return work  # answers that took no step: errors
                 raise StopIteration
         self.next_node = engine.run(self.next_node)
@@ -222,7 +218,7 @@ class BatchJob(NodeTask):
             self._answering.ended(engine.finished.pop())
         if self._answering.answered // _REPORT_EVERY > reported:
             self._report()
-        return self._answering.new_work([*engine.room.active, *engine.room.waiting])
+        return self._answering.new_work()
 
     def shrink(self, memory_bytes: int) -> bool:
         """Give back keys and values: the youngest sequences are computed again later."""
@@ -252,10 +248,7 @@ class BatchJob(NodeTask):
 
     def state_dict(self) -> dict[str, Any]:
         """The tokens of the sequences that have not ended; keys and values are computed again."""
-        if self._engine is None:
-            return self._state
-        room = self._engine.room
-        return self._answering.state_dict([*room.active, *room.waiting])
+        return self._state if self._engine is None else self._answering.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -284,9 +277,6 @@ class BatchJob(NodeTask):
                 return engine.idle
             room.waiting.append(following)
         return False
-
-    def _fits(self, limit: int | None) -> Callable[[GeneratedSequence], bool]:
-        return lambda sequence: limit is None or self._running.room.bytes_for_one(sequence.most_tokens) <= limit
 
     def _most_rows(self) -> int:
         """Tokens in the largest pass."""

@@ -16,21 +16,27 @@ from megatron.fill.wings.llm.shapes import Shape
 from megatron.fill.wings.llm.tree import TokenTree, drawn
 from megatron.fill.wings.llm.verify import Rule, follow
 
-NOT_FINITE = "the model's logits are not finite numbers (NaN or infinite) after {} generated tokens"
 _UNKNOWN = np.empty(0)  # the distribution of a token that was not drawn
 _NONE = np.empty(0, dtype=np.int64)
 
 
 class NotFiniteError(Exception):
-    """The large model's logits at a node are not finite, so no token can be chosen.
+    """The large model's logits at a node are not finite, so no token can be chosen."""
 
-    Attributes:
-        depth: depth of the node.
+
+def tree_row(tree: TokenTree, nodes: Sequence[int], pages: Sequence[int], root: int, token: int) -> RowInput:
+    """Nodes of a tree as tokens of a pass: each has a column of its own, from that of the sequence's last token on.
+
+    Args:
+        root: the place of the sequence's last token, which is the tree's root; ``token`` is its id.
     """
-
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth)
-        self.depth = depth
+    end = max(nodes) + 1
+    tokens = [tree.tokens[node] if node else token for node in nodes]
+    visible = np.ones((len(nodes), root + end), dtype=bool)
+    visible[:, root:] = tree.mask()[nodes, :end]
+    columns = [root + node for node in nodes]
+    held = np.concatenate([np.arange(root), root + np.asarray(tree.depths[:end])])
+    return RowInput(pages, tokens, columns, [root + tree.depths[node] for node in nodes], visible, held)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,15 +55,8 @@ class Branching:
         return level < min(len(levels), len(self.shape)) and bool(levels[level])
 
     def row(self, nodes: list[int]) -> RowInput:
-        """Nodes of the tree as tokens of a pass; the root's column is that of the sequence's last token."""
-        tree, root, end = self.tree, self.sequence.length - 1, max(nodes) + 1
-        depths = tree.depths()
-        tokens = [tree.tokens[node] if node else self.sequence.tokens[-1] for node in nodes]
-        visible = np.ones((len(nodes), root + end), dtype=bool)
-        visible[:, root:] = tree.mask()[nodes, :end]
-        columns = [root + node for node in nodes]
-        held = np.concatenate([np.arange(root), root + np.asarray(depths[:end])])
-        return RowInput(self.sequence.pages, tokens, columns, [root + depths[node] for node in nodes], visible, held)
+        """Nodes of the tree as tokens of a pass."""
+        return tree_row(self.tree, nodes, self.sequence.pages, self.sequence.length - 1, self.sequence.tokens[-1])
 
     def all_nodes(self) -> RowInput:
         """The whole tree, for the pass that verifies it."""
@@ -141,11 +140,14 @@ class Branching:
         Raises:
             NotFiniteError: it is not finite at a node that decides.
         """
-        sampling, depths = self.sequence.wanted.sampling, self.tree.depths()
+        sampling = self.sequence.wanted.sampling
 
         def sure(node: int) -> int:
             if not finite[node]:
-                raise NotFiniteError(depths[node])
+                count = len(self.sequence.generated) + self.tree.depths[node]
+                raise NotFiniteError(
+                    f"the model's logits are not finite numbers (NaN or infinite) after {count} generated tokens"
+                )
             return node
 
         if sampling.temperature == 0 and self._as_it_is:

@@ -22,15 +22,10 @@ def pages_for(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of a token's keys and values in a layer.
+    """Shape of a token's keys and values in a layer."""
 
-    Attributes:
-        heads: number of key and value heads; fewer than query heads with grouped-query attention.
-        key_size, value_size: elements per head.
-    """
-
-    heads: int
-    key_size: int
+    heads: int  # of keys and values; fewer than query heads with grouped-query attention
+    key_size: int  # elements per head
     value_size: int
 
 
@@ -112,18 +107,12 @@ class PagedCache:
             if begun and whole <= len(table):
                 tensor[:, table[whole - 1], begun:] = 0
 
-    def compact(
-        self, tables: Sequence[Sequence[int]], sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-    ) -> None:
-        """Copy columns of sequences to other columns of the same sequences; all are read before any is written."""
-        read, written = (
-            [(table[at // PAGE], at % PAGE) for table, columns in zip(tables, which, strict=True) for at in columns]
-            for which in (sources, targets)
-        )
-        if not read:
+    def compact(self, moves: Sequence[tuple[Sequence[int], int, int]]) -> None:
+        """Copy columns of sequences: of a table, from one column to another; all are read before any is written."""
+        if not moves:
             return
-        page, at = torch.tensor(read, device=self._device).unbind(1)
-        to_page, to = torch.tensor(written, device=self._device).unbind(1)
+        places = [(table[old // PAGE], old % PAGE, table[new // PAGE], new % PAGE) for table, old, new in moves]
+        page, at, to_page, to = torch.tensor(places, device=self._device).unbind(1)
         for tensor in (*self._keys, *self._values):
             tensor[:, to_page, to] = tensor[:, page, at]
 

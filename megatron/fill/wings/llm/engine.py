@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.wings.llm.branching import NOT_FINITE, Branching, NotFiniteError
+from megatron.fill.wings.llm.branching import Branching, NotFiniteError
 from megatron.fill.wings.llm.chance import Sampled
 from megatron.fill.wings.llm.passes import ModelRunner, RowInput
 from megatron.fill.wings.llm.room import KeyValueRoom
@@ -38,13 +38,10 @@ class _Round:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Counts of the work so far.
-
-    Attributes:
-        taken: number of the large model's steps by the tokens that they gave; a pass over five sequences is five steps.
-    """
+    """Counts of the work so far."""
 
     taken: Counter[int] = field(default_factory=Counter)
+    """The large model's steps, by the tokens that they gave; a pass over five sequences is five steps."""
 
     @property
     def tokens(self) -> int:
@@ -66,7 +63,6 @@ class Engine:
         shapes: shapes of token trees; with several, the fastest by measurement is used.
         batch: number of sequences at a time.
         chunk: number of prompt tokens in a pass.
-        most_bytes: limit for keys and values; None for no limit.
         clock: returns seconds; measures the shapes.
 
     Attributes:
@@ -83,7 +79,6 @@ class Engine:
         shapes: Sequence[Shape],
         batch: int,
         chunk: int,
-        most_bytes: int | None,
         clock: Callable[[], float],
     ) -> None:
         self.runners, self._decode, self._ends, self._rule = list(runners), decode, ends, rule
@@ -91,7 +86,7 @@ class Engine:
         self.chunk = chunk
         self._deepest = max(map(len, shapes))
         spare = max(most_nodes(shape, len(runners) - 1) for shape in shapes)
-        self.room = KeyValueRoom([runner.cache for runner in runners], batch, spare, most_bytes)
+        self.room = KeyValueRoom([runner.cache for runner in runners], batch, spare)
         self.counts = EngineCounts()
         self.finished: list[GeneratedSequence] = []
         self._round = _Round()
@@ -252,7 +247,7 @@ class Engine:
         this = self._round
         most, best = this.logits.max(-1)
         finite, best = most.isfinite().tolist(), best.tolist()
-        moves: list[list[list[list[int]]]] = [[[], [], []] for _ in self.runners]
+        moves: list[list[tuple[list[int], int, int]]] = [[] for _ in self.runners]
         for at, one in enumerate(this.branching):
             sequence, nodes = one.sequence, len(one.tree.tokens)
             sequence.tainted |= not all(finite[at][:nodes])
@@ -263,12 +258,11 @@ class Engine:
             for model in (0, *one.levels):
                 kept = one.seen(model, path)
                 sequence.cached[model] = last + 1 + len(kept)
-                moved = [(last + node, last + place) for place, node in enumerate(kept, 1) if node != place]
-                moves[model][0].append(sequence.pages)
-                moves[model][1].append([source for source, _ in moved])
-                moves[model][2].append([target for _, target in moved])
-        for runner, (tables, sources, targets) in zip(self.runners, moves, strict=True):
-            runner.cache.compact(tables, sources, targets)
+                moves[model] += [
+                    (sequence.pages, last + node, last + place) for place, node in enumerate(kept, 1) if node != place
+                ]
+        for runner, its in zip(self.runners, moves, strict=True):
+            runner.cache.compact(its)
         for one in this.branching:
             if one.sequence.tainted:  # a tree that is not taken leaves what it was in columns that are masked
                 self.room.wipe_rest(one.sequence)
@@ -281,7 +275,7 @@ class Engine:
             path = one.path(tokens)
             taken = sequence.take(tokens, one.notes(tokens, path, logits), self._ends, self._decode)
         except NotFiniteError as error:
-            sequence.fail(NOT_FINITE.format(len(sequence.generated) + error.depth))
+            sequence.fail(str(error))
             return None
         except MemoryError:
             raise

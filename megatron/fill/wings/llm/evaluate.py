@@ -244,9 +244,7 @@ class EvaluateCheckpoints(SideTask):
 
         device, context = self.context.device, context_of(model).tokens
         runner = ModelRunner(model, context, pieces_of(model, 64, device), tokenizer.size)
-        engine = Engine(
-            [runner], tokenizer.decode, tokenizer.eos_ids, matching, [()], self._batch, 64, None, clock(device)
-        )
+        engine = Engine([runner], tokenizer.decode, tokenizer.eos_ids, matching, [()], self._batch, 64, clock(device))
         for number, prompt in enumerate(self._prompts):
             tokens = tokenizer.encode(prompt)[: context - self._new_tokens] or sorted(tokenizer.eos_ids)[:1]
             engine.room.waiting.append(GeneratedSequence(Wanted(tuple(tokens), self._new_tokens), number))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import TaskError
-from megatron.fill.wings.llm.attention import AttentionKinds, context_of
+from megatron.fill.wings.llm.attention import attention_kinds, context_of
 from megatron.fill.wings.llm.tokenizers import BYTES, ByteTokenizer, FolderTokenizer, Tokenizer
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,7 +45,7 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
     else:
         raise TaskError(f"model is {path}: expected a folder as transformers saves it, or of Megatron's checkpoints")
     context_of(model)
-    AttentionKinds.of(model)
+    attention_kinds(model)
     return model.eval(), tokenizer
 
 

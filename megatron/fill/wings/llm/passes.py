@@ -12,7 +12,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from megatron.fill.errors import TaskError
-from megatron.fill.wings.llm.attention import AttentionKinds, text_config
+from megatron.fill.wings.llm.attention import attention_kinds, attention_masks, text_config
 from megatron.fill.wings.llm.cache import PAGE, CacheView, PagedCache, pages_for, probe_shapes
 from megatron.fill.wings.llm.grouping import grouped, pass_cost
 
@@ -149,21 +149,15 @@ def layer_by_layer(layers: Sequence[torch.nn.Module], function: Callable[[], Any
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """The new tokens of one sequence in a pass.
+    """The new tokens of one sequence in a pass."""
 
-    Attributes:
-        pages: the sequence's pages, with room for all columns.
-        tokens, columns, positions: each new token's id, column in the cache, and place in its sequence.
-        visible: the columns that each new token may attend to, ``[tokens, columns]`` of bool.
-        held: the place in the sequence of the token in each column, ``[columns]``; None if it is the column's number.
-    """
-
-    pages: Sequence[int]
-    tokens: Sequence[int]
-    columns: Sequence[int]
-    positions: Sequence[int]
-    visible: np.ndarray
+    pages: Sequence[int]  # the sequence's, with room for all columns
+    tokens: Sequence[int]  # each one's id
+    columns: Sequence[int]  # each one's, in the cache
+    positions: Sequence[int]  # each one's place in the sequence
+    visible: np.ndarray  # the columns that each one may attend to, ``[tokens, columns]`` of bool
     held: np.ndarray | None = None
+    """The place in the sequence of the token in each column, ``[columns]``; None if it is the column's number."""
 
     @classmethod
     def following(cls, pages: Sequence[int], tokens: Sequence[int], start: int) -> RowInput:
@@ -200,8 +194,8 @@ class ModelRunner:
         self._rows = token_rows(model)
         self._vocabulary = vocabulary or self._rows
         self._device, self._dtype = model.device, model.dtype  # the model looks through its weights for them
-        self._attention = AttentionKinds.of(model)
-        self.cache = PagedCache(probe_shapes(model, list(self._attention.kinds)), model.dtype, str(model.device))
+        self._kinds = attention_kinds(model)
+        self.cache = PagedCache(probe_shapes(model, list(self._kinds)), model.dtype, str(model.device))
         self.passes = LayeredPass(decoder_layers(model), pieces)
         self._cost = pass_cost(model, self.cache.token_bytes // model.dtype.itemsize)
 
@@ -247,7 +241,9 @@ class ModelRunner:
                 held[at, : len(row.held)] = row.held
         ids[ids >= self._rows] = 0  # of a draft that lacks them: what it proposes then is no worse than anything
         device = self._device
-        masks = {kind: self._mask(seen) for kind, seen in self._attention.masks(visible, positions, held).items()}
+        masks = {
+            kind: self._mask(seen) for kind, seen in attention_masks(self._kinds, visible, positions, held).items()
+        }
         view = CacheView(self.cache, [row.pages for row in rows], columns, length)
         return {
             "input_ids": torch.from_numpy(ids).to(device),

@@ -34,7 +34,6 @@ class KeyValueRoom:
     Args:
         caches: each model's cache; all have the same pages.
         spare: columns that a sequence needs besides its tokens, for the nodes of a tree.
-        most_bytes: limit for keys and values at any moment, also while the number of pages changes; None for none.
 
     Attributes:
         batch: largest number of sequences.
@@ -43,8 +42,9 @@ class KeyValueRoom:
         peak_bytes: the most bytes ever held.
     """
 
-    def __init__(self, caches: Sequence[PagedCache], batch: int, spare: int, most_bytes: int | None) -> None:
-        self._caches, self._spare, self._most_bytes = list(caches), spare, most_bytes
+    def __init__(self, caches: Sequence[PagedCache], batch: int, spare: int) -> None:
+        self._caches, self._spare = list(caches), spare
+        self._most_bytes: int | None = None  # at any moment, also while the number of pages changes
         self.batch = batch
         self.active: list[GeneratedSequence] = []
         self.waiting: deque[GeneratedSequence] = deque()
@@ -60,6 +60,10 @@ class KeyValueRoom:
     def bytes_for_one(self, tokens: int) -> int:
         """Bytes that a sequence of up to this many tokens needs on its own."""
         return self.bytes_for(pages_for(tokens + self._spare))
+
+    def fits(self, sequence: GeneratedSequence) -> bool:
+        """True if a sequence can become as long as it may, on its own."""
+        return self._most_bytes is None or self.bytes_for_one(sequence.most_tokens) <= self._most_bytes
 
     def admit(self) -> None:
         """Give pages to all for the next round, and then to those that wait, as long as they fit.
@@ -143,6 +147,7 @@ class KeyValueRoom:
     def _drop_youngest(self) -> None:
         youngest = self._by_age()[-1]
         self.release(youngest, clean=True)
+        youngest.pooled = youngest.finish = None  # all of it is computed again
         self.waiting.appendleft(youngest)
 
     def _most_pages(self) -> float:

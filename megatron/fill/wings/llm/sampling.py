@@ -14,28 +14,16 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of one sequence; the defaults take the most probable token.
+    """Sampling parameters of one sequence; the defaults take the most probable token."""
 
-    Attributes:
-        temperature: 0 takes the most probable token.
-        top_p: the most probable tokens are kept, as many as are needed to reach this share.
-        top_k: as many of the most probable tokens are kept, of equal ones the lower ids; 0 keeps all.
-        min_p: tokens are kept that are this many times as probable as the most probable one, at least.
-        presence_penalty: taken from the logit of each token that was generated before.
-        frequency_penalty: taken as often as the token was generated before.
-        repetition_penalty: divides the positive logits of tokens in the prompt or generated, and multiplies negative
-            ones.
-        logit_bias: token ids and what is added to their logits.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    temperature: float = 0.0  # 0 takes the most probable token
+    top_p: float = 1.0  # the most probable tokens are kept, as many as are needed to reach this share
+    top_k: int = 0  # as many of the most probable tokens are kept, of equal ones the lower ids; 0 keeps all
+    min_p: float = 0.0  # tokens are kept that are this many times as probable as the most probable one, at least
+    presence_penalty: float = 0.0  # taken from the logit of each token that was generated before
+    frequency_penalty: float = 0.0  # taken as often as the token was generated before
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or answer, multiplies negative ones
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and what is added to their logits
 
     @property
     def as_it_is(self) -> bool:

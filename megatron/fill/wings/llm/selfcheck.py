@@ -19,8 +19,10 @@ import torch
 
 from megatron.fill.errors import TaskError
 from megatron.fill.wings.llm.attention import context_of, marks, text_config
+from megatron.fill.wings.llm.branching import tree_row
 from megatron.fill.wings.llm.cache import pages_for
 from megatron.fill.wings.llm.passes import ModelRunner, RowInput, decoder_layers
+from megatron.fill.wings.llm.tree import TokenTree
 
 logger = logging.getLogger("pipefill.models")
 
@@ -31,21 +33,18 @@ _COPIED = 4e6  # parameters of a model in half precision that is checked in sing
 _LONG = {"cpu": 5e10, "cuda": 1e14}  # products of a weight and a token that a check of long sequences may take
 _LONG_LOGITS = 1 << 28  # bytes
 _LENGTH, _SHARED = 13, 5  # tokens of the short sequences; that they have in common
+_TAIL = 8  # tokens of the long ones that they have not in common
+_LATER = "tokens that come later"
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The logits that a way of computing gave.
-
-    Attributes:
-        sequence, places: the sequence and the places in it, from 0.
-        logits: ``[places, vocabulary]``.
-    """
+    """The logits that a way of computing gave."""
 
     way: str
-    sequence: int
-    places: Sequence[int]
-    logits: torch.Tensor
+    sequence: int  # number of the sequence
+    first: int  # place of the first token
+    logits: torch.Tensor  # ``[tokens, vocabulary]``
 
 
 def check_model(model: Any, generates: bool = True) -> None:
@@ -90,7 +89,8 @@ def _check(model: Any) -> None:
         tables = _tables(runner, [3 * len(one) for one in sequences])
         _compare(model, _ways(runner, sequences, tables), truth)
         if (longest := _longest(model, context)) is not None:
-            _check_long(model, runner, longest)
+            sequences = _long_sequences(model, longest)
+            _compare(model, _long_ways(runner, sequences), _truth(model, sequences))
     finally:
         runner.passes.remove()
 
@@ -100,8 +100,7 @@ def _check_whole(model: Any) -> None:
     sequences = _sequences(model, min(_LENGTH, context_of(model).tokens))
     truth = _truth(model, sequences)
     together = model(input_ids=torch.tensor(sequences, device=model.device), use_cache=False).logits
-    places = range(len(sequences[0]))
-    _compare(model, [_Found("a batch", at, places, logits) for at, logits in enumerate(together)], truth)
+    _compare(model, [_Found("a batch", at, 0, logits) for at, logits in enumerate(together)], truth)
 
 
 def _truth(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
@@ -110,10 +109,10 @@ def _truth(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
     Raises:
         TaskError: those of the tokens that the sequences share are not the same.
     """
-    truth = [model(input_ids=_ids(model, tokens), use_cache=False).logits[0] for tokens in sequences]
-    shared = min(_SHARED, len(sequences[0]))
-    earlier = [_Found("tokens that come later", at, range(shared), truth[0][:shared]) for at in range(1, len(truth))]
-    _compare(model, earlier, truth)
+    ids = [torch.tensor([tokens], device=model.device) for tokens in sequences]
+    truth = [model(input_ids=one, use_cache=False).logits[0] for one in ids]
+    shared = truth[0][: min(_SHARED, len(sequences[0]))]
+    _compare(model, [_Found(_LATER, at, 0, shared) for at in range(1, len(truth))], truth)
     return truth
 
 
@@ -137,10 +136,6 @@ def _numbers(config: Any, name: str = "") -> Iterator[int]:
             yield from _numbers(value, name)
     elif type(config) is int and name.endswith(("token_id", "token_index", "token_ids")):
         yield config
-
-
-def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([tokens], device=model.device)
 
 
 def _tables(runner: ModelRunner, columns: Sequence[int]) -> list[list[int]]:
@@ -171,7 +166,7 @@ def _ways(runner: ModelRunner, sequences: list[list[int]], tables: Sequence[list
     ]
     logits = _passed(runner, first)
     for at, end in enumerate(ends):
-        yield _Found("a batch of mixed lengths", at, range(end), logits[at, :end])
+        yield _Found("a batch of mixed lengths", at, 0, logits[at, :end])
     # The first sequence goes on in chunks, the second with the next token, the third with its rest.
     until = [min(end + count, length) for end, count in zip(ends, (2, 1, length), strict=True)]
     going_on = [at for at in range(3) if until[at] > ends[at]]
@@ -180,36 +175,25 @@ def _ways(runner: ModelRunner, sequences: list[list[int]], tables: Sequence[list
             runner, [RowInput.following(tables[at], sequences[at][ends[at] : until[at]], ends[at]) for at in going_on]
         )
         for row, at in enumerate(going_on):
-            places = range(ends[at], until[at])
-            yield _Found("tokens after keys and values that were kept", at, places, logits[row, : len(places)])
+            new = logits[row, : until[at] - ends[at]]
+            yield _Found("tokens after keys and values that were kept", at, ends[at], new)
     if length > shared:
-        yield from _tree(runner, sequences, tables, shared - 1)
+        yield from _tree(runner, sequences, tables, shared - 1, "a token tree")
 
 
-def _tree(runner: ModelRunner, sequences: list[list[int]], tables: Sequence[list[int]], root: int) -> Iterator[_Found]:
+def _tree(
+    runner: ModelRunner, sequences: list[list[int]], tables: Sequence[list[int]], root: int, way: str
+) -> Iterator[_Found]:
     """All sequences as branches of one tree below their last common token, the root, in the second one's pages."""
-    depth = len(sequences[0]) - 1 - root
-    paths = [sequence[root + 1 :] for sequence in sequences]
-    tokens, depths, branch = [sequences[0][root]], [0], [-1]
-    for level in range(depth):  # by depth, as drafts grow one
-        for number, path in enumerate(paths):
-            tokens.append(path[level])
-            depths.append(level + 1)
-            branch.append(number)
-    nodes = len(tokens)
-    visible = np.ones((nodes, root + nodes), dtype=bool)
-    for node in range(nodes):
-        for other in range(nodes):
-            below = other == 0 or (branch[other] == branch[node] and depths[other] <= depths[node])
-            visible[node, root + other] = below
-    held = np.concatenate([np.arange(root), root + np.asarray(depths)])
-    columns, positions = range(root, root + nodes), [root + at for at in depths]
+    tree, paths = TokenTree(), [[0] for _ in sequences]
+    for level in range(root + 1, len(sequences[0])):  # by depth, as drafts grow one
+        for path, sequence in zip(paths, sequences, strict=True):
+            path.append(tree.add(path[-1], sequence[level], np.empty(0)))
+    row = tree_row(tree, list(range(len(tree.tokens))), tables[1], root, sequences[0][root])
     # Beside another row, so that the batch has sequences of several lengths here too.
-    beside = RowInput.following(tables[0], sequences[0][:1], 0)
-    logits = _passed(runner, [beside, RowInput(tables[1], tokens, columns, positions, visible, held)])[1]
-    for number in range(len(paths)):
-        mine = [node for node in range(nodes) if branch[node] in (-1, number)]
-        yield _Found("a token tree", number, [root + depths[node] for node in mine], logits[mine])
+    logits = _passed(runner, [RowInput.following(tables[0], sequences[0][:1], 0), row])[1]
+    for number, path in enumerate(paths):
+        yield _Found(way, number, root, logits[path])
 
 
 def _longest(model: Any, context: int) -> int | None:
@@ -227,26 +211,24 @@ def _longest(model: Any, context: int) -> int | None:
     return max(allowed) + _LENGTH if allowed else None
 
 
-def _check_long(model: Any, runner: ModelRunner, length: int) -> None:
-    """As above, for sequences that are longer than what the config has a number for."""
-    tail, begin = 8, _sequences(model, _LENGTH)
-    random = np.random.default_rng(11)
+def _long_sequences(model: Any, length: int) -> list[list[int]]:
+    """Three sequences that are longer than what the config has a number for, alike but for their ends."""
+    begin = _sequences(model, _LENGTH)
     usual = sorted({token for one in begin for token in one})
-    shared = random.choice(usual, length - tail).tolist()
-    sequences = [[*shared, *one[-tail:]] for one in begin]
-    truth = [model(input_ids=_ids(model, tokens), use_cache=False).logits[0] for tokens in sequences]
-    tables = _tables(runner, [1, length + 3 * tail])
+    shared = np.random.default_rng(11).choice(usual, length - _TAIL).tolist()
+    return [[*shared, *one[-_TAIL:]] for one in begin]
+
+
+def _long_ways(runner: ModelRunner, sequences: list[list[int]]) -> Iterator[_Found]:
+    """What they have in common in chunks, and their ends as a tree."""
+    length = len(sequences[0])
+    tables = _tables(runner, [1, length + 3 * _TAIL])
     chunk = max(1, min(256, length // 3))  # the first one ends before whatever changes
-    for first in range(0, length - tail, chunk):
-        part = shared[first : first + chunk]
+    for first in range(0, length - _TAIL, chunk):
+        part = sequences[1][first : min(first + chunk, length - _TAIL)]
         found = _passed(runner, [RowInput.following(tables[1], part, first)])[0]
-        places = range(first, first + len(part))
-        _compare(model, [_Found(f"a sequence of {length} tokens in chunks", 1, places, found)], truth)
-    found_tree = (
-        _Found(f"a token tree after {length - tail} tokens", one.sequence, one.places, one.logits)
-        for one in _tree(runner, sequences, tables, length - tail - 1)
-    )
-    _compare(model, found_tree, truth)
+        yield _Found(f"a sequence of {length} tokens in chunks", 1, first, found)
+    yield from _tree(runner, sequences, tables, length - _TAIL - 1, f"a token tree after {length - _TAIL} tokens")
 
 
 def _compare(model: Any, found: Iterator[_Found] | list[_Found], truth: list[torch.Tensor]) -> None:
@@ -257,24 +239,20 @@ def _compare(model: Any, found: Iterator[_Found] | list[_Found], truth: list[tor
     """
     allowed = _TOLERANCES[model.dtype]
     for one in found:
-        wanted = truth[one.sequence][list(one.places)].float()
+        wanted = truth[one.sequence][one.first : one.first + len(one.logits)].float()
         off = _differences(one.logits.float(), wanted)
         odd = float((off > allowed).float().mean())
         if odd > (_ODD_POSITIONS if model.dtype in (torch.float16, torch.bfloat16) else 0.0):
-            name = type(model).__name__
-            if one.way == "tokens that come later":
+            name, worst = type(model).__name__, f"{float(off.max()):.2g} of their spread"
+            if one.way == _LATER:
                 raise TaskError(
-                    f"{name} is no causal model: its logits change with {one.way}, by {_said(off)} of their spread; "
-                    "expected a decoder, not an encoder"
+                    f"{name} is no causal model: its logits change with {one.way}, by {worst}; expected a decoder, not "
+                    "an encoder"
                 )
             raise TaskError(
                 f"{name} cannot be run in batches of sequences with kept keys and values: with {one.way} its logits "
-                f"differ from those of the model alone by {_said(off)} of their spread; expected at most {allowed:g}"
+                f"differ from those of the model alone by {worst}; expected at most {allowed:g}"
             )
-
-
-def _said(off: torch.Tensor) -> str:
-    return f"{float(off.max()):.2g}"
 
 
 def _differences(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -21,71 +21,47 @@ Decode = Callable[..., str]  # as Tokenizer.decode
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Request for a sequence.
+    """Request for a sequence."""
 
-    Attributes:
-        prompt: token ids, at least one.
-        most: largest number of new tokens, at least one.
-        sampling: its sampling parameters.
-        seed: seed of its randomness: the same numbers, the same draws.
-        stop: texts that end it; they are not in its text.
-        stop_ids: tokens that end it besides those that end every sequence.
-        special_stops: texts that end it, looked for in the text with the names of tokens that have no text.
-        alternatives: number of the most probable tokens to record at each place; None records nothing.
-        pooling: pooling for an embedding: nothing is generated, and the hidden states of all tokens but the last one,
-            which stands for nothing, become one vector, that of the last of them or their mean; None generates.
-    """
-
-    prompt: tuple[int, ...]
-    most: int
+    prompt: tuple[int, ...]  # token ids, at least one
+    most: int  # largest number of new tokens, at least one
     sampling: Sampling = field(default_factory=Sampling)
-    seed: tuple[int, ...] = (0,)
-    stop: tuple[str, ...] = ()
-    alternatives: int | None = None
-    stop_ids: tuple[int, ...] = ()
-    special_stops: tuple[str, ...] = ()
+    seed: tuple[int, ...] = (0,)  # of its randomness: the same numbers, the same draws
+    stop: tuple[str, ...] = ()  # texts that end it; they are not in its text
+    alternatives: int | None = None  # number of the most probable tokens to record at each place; None for no record
+    stop_ids: tuple[int, ...] = ()  # tokens that end it besides those that end every sequence
+    special_stops: tuple[str, ...] = ()  # texts that end it, in the text with the names of tokens that have no text
     pooling: Pooling | None = None
+    """Pooling for an embedding: nothing is generated, and the hidden states of all tokens but the last one, which
+    stands for nothing, become one vector, that of the last of them or their mean; None generates."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenNote:
-    """A token with the logarithm of its probability.
-
-    Attributes:
-        best: the most probable tokens at its place, the best first, each with its logarithm.
-    """
+    """A token with the logarithm of its probability."""
 
     token: int
     logarithm: float
-    best: tuple[tuple[int, float], ...] = ()
+    best: tuple[tuple[int, float], ...] = ()  # the most probable ones there, the best first, with their logarithms
 
 
 @dataclass(slots=True, eq=False)
 class GeneratedSequence:
-    """A sequence and its tokens so far.
-
-    Attributes:
-        name: its owner's name for it.
-        cached: tokens whose keys and values each model has, the target first; empty while it has no pages.
-        pages: pages of its keys and values, for all models.
-        finish: reason of its end: ``stop``, ``length`` or ``error``; None before it.
-        text: its text without the stop text, or the error's; set at its end.
-        tainted: True after a model gave numbers for it that are not finite: its keys and values may have such too.
-        grammar: grammar that it has to follow, or None.
-        pooled: the vector so far, ``[hidden]``, not normalised.
-    """
+    """A sequence and its tokens so far."""
 
     wanted: Wanted
-    name: Any = None
+    name: Any = None  # its owner's name for it
     generated: list[int] = field(default_factory=list)
     notes: list[TokenNote] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    finish: Literal["stop", "length", "error"] | None = None
-    text: str = ""
+    """Tokens whose keys and values each model has, the large one first; empty while it has no pages."""
+    pages: list[int] = field(default_factory=list)  # of its keys and values, for all models
+    finish: Literal["stop", "length", "error"] | None = None  # reason of its end
+    text: str = ""  # its text without the stop text, or the error's; set at its end
     tainted: bool = False
-    grammar: Grammar | None = None
-    pooled: np.ndarray | None = None
+    """True after a model gave numbers for it that are not finite: its keys and values may have such too."""
+    grammar: Grammar | None = None  # that it has to follow
+    pooled: np.ndarray | None = None  # the vector so far, ``[hidden]``, not normalised
     _prompt_ids: np.ndarray | None = field(default=None, repr=False)
 
     @property
@@ -138,13 +114,7 @@ class GeneratedSequence:
         self.finish, self.text = "error", why
 
     def pool(self, states: Any) -> None:
-        """Add the hidden states, a tensor ``[tokens, hidden]``, of the tokens after the cached ones; the last end it.
-
-        What it had is forgotten if they begin anew.
-        """
-        start = self.cached[0]
-        if not start:
-            self.pooled, self.finish = None, None
+        """Add the hidden states, ``[tokens, hidden]``, of the tokens after the cached ones; the last of all end it."""
         if not states.isfinite().all():
             self.tainted = True
             self.fail("the model's hidden states are not finite numbers (NaN or infinite)")
@@ -153,7 +123,7 @@ class GeneratedSequence:
         last = self.wanted.pooling == "last"
         part = (states[-1:] if last else states).double().sum(0).cpu().numpy()
         self.pooled = part if last or self.pooled is None else self.pooled + part
-        if start + len(states) == len(self.wanted.prompt) - 1:
+        if self.cached[0] + len(states) == len(self.wanted.prompt) - 1:
             self.finish = "stop"
 
     def _stopped(self, decode: Decode) -> str | None:
@@ -187,12 +157,16 @@ class GeneratedSequence:
         self.finish, self.text = finish, text
 
     def state_dict(self) -> dict[str, Any]:
+        """All but keys and values, as JSON has it; half a vector is left out, since it begins anew with them."""
         notes = [[note.token, note.logarithm, [list(pair) for pair in note.best]] for note in self.notes]
-        return {"generated": list(self.generated), "notes": notes}
+        pooled = self.pooled.tolist() if self.pooled is not None and self.finish is not None else None
+        ended = {"finish": self.finish, "text": self.text, "pooled": pooled}
+        return {"generated": list(self.generated), "notes": notes} | ended
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; only for one that had not ended."""
-        self.generated = list(state["generated"])
+        """Go on from there."""
+        self.generated, self.finish, self.text = list(state["generated"]), state["finish"], state["text"]
+        self.pooled = None if state["pooled"] is None else np.array(state["pooled"])
         self.notes = [
             TokenNote(token, logarithm, tuple((other, value) for other, value in best))
             for token, logarithm, best in state["notes"]

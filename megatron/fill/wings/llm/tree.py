@@ -28,15 +28,14 @@ class Draw:
 class TokenTree:
     """A tree of tokens; every node is the sequence from the root to it, and node 0, the root, is the empty one.
 
-    Attributes:
-        tokens: each node's token; -1 for the root.
-        parents: each node's parent; -1 for the root.
-        draws: draws below each node, in their order, repeated ones too: verification needs all.
+    A parent comes before its children.
     """
 
-    tokens: list[int] = field(default_factory=lambda: [-1])
-    parents: list[int] = field(default_factory=lambda: [-1])
+    tokens: list[int] = field(default_factory=lambda: [-1])  # each node's; -1 for the root
+    parents: list[int] = field(default_factory=lambda: [-1])  # each node's; -1 for the root
+    depths: list[int] = field(default_factory=lambda: [0])
     draws: list[list[Draw]] = field(default_factory=lambda: [[]])
+    """Draws below each node, in their order, repeated ones too: verification needs all."""
 
     def add(self, parent: int, token: int, probabilities: np.ndarray) -> int:
         """Note a draw of ``token`` below ``parent``; its node, which may be there already."""
@@ -45,6 +44,7 @@ class TokenTree:
             node = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
             self.draws.append([])
         self.draws[parent].append(Draw(node, probabilities))
         return node
@@ -60,13 +60,6 @@ class TokenTree:
             found.append(self.tokens[node])
             node = self.parents[node]
         return tuple(reversed(found))
-
-    def depths(self) -> list[int]:
-        """Depth of each node: 0 for the root.  A parent comes before its children."""
-        found = [0]
-        for parent in self.parents[1:]:
-            found.append(found[parent] + 1)
-        return found
 
     def mask(self) -> np.ndarray:
         """Nodes that each node attends to: its ancestors and itself, ``[nodes, nodes]`` of bool (section 4.2)."""

@@ -187,7 +187,7 @@ def engine_tokens(models: Sequence[Any], prompts: list[list[int]], way: Way) -> 
 
     size = token_rows(models[0])
     runners = [ModelRunner(one, min(context_of(one).tokens, CONTEXT), 2, size) for one in models]
-    engine = Engine(runners, str, (), verify.traversal, [way.shape], way.batch, way.chunk, None, count().__next__)
+    engine = Engine(runners, str, (), verify.traversal, [way.shape], way.batch, way.chunk, count().__next__)
     engine.room.waiting.extend(
         GeneratedSequence(Wanted(tuple(prompt), way.new), name) for name, prompt in enumerate(prompts)
     )
