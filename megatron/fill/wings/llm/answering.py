@@ -28,6 +28,7 @@ class _Begun:
     request: Request
     prompt_tokens: int
     sequences: list[GeneratedSequence]  # one for each choice
+    left: int  # number of those that have not ended
     error: str | None = None  # reason that it cannot be answered
 
     @property
@@ -93,6 +94,7 @@ class Answering:
         if sequence.grammar is not None and sequence.grammar.error is not None:
             begun.error = f"response_format could not be followed: {sequence.grammar.error}"
         sequence.grammar = None  # it takes memory
+        begun.left -= 1
         self._answer_if_ended(line)
 
     def new_work(self) -> float:
@@ -135,15 +137,16 @@ class Answering:
         except Exception as error:  # of a tokenizer or a template, with what it does not expect
             self._refuse(line, _unexpected(error), 500)
             return
-        begun = _Begun(line, sum(map(len, prompts)), sequences)
+        left = [one for one in sequences if one.finish is None]
+        begun = _Begun(line, sum(map(len, prompts)), sequences, len(left))
         self._begun[line.line] = begun
         self._counted += begun.done
-        self._ready.extend(one for one in sequences if one.finish is None)
+        self._ready.extend(left)
         self._answer_if_ended(line.line)
 
     def _answer_if_ended(self, line: int) -> None:
         begun = self._begun[line]
-        if any(one.finish is None for one in begun.sequences):
+        if begun.left:
             return
         del self._begun[line]
         request = begun.request

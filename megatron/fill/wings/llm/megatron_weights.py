@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ def converted(args: Namespace, weights: Weights) -> Any:
     The rows that fill the vocabulary up stay: Megatron's loss counts them too.
 
     Args:
-        args: the training's arguments.
         weights: tensors by their names in Megatron, all layers of a kind in one tensor.
 
     Raises:
@@ -56,13 +54,8 @@ def converted(args: Namespace, weights: Weights) -> Any:
             flag = name.replace("_", "-")
             raise TaskError(f"the checkpoint was trained with --{flag} {value}: expected {usual}")
     position, norm = args.position_embedding_type, args.normalization
-    if position == "learned_absolute" and norm == "LayerNorm" and not args.swiglu and args.add_bias_linear:
-        make: Callable[[Namespace, Weights], Any] = _gpt2
-    elif position == "rope" and norm == "LayerNorm" and not args.swiglu and args.add_bias_linear:
-        make = _gpt_neox
-    elif position == "rope" and norm == "RMSNorm" and args.swiglu and not args.add_bias_linear:
-        make = _llama
-    else:
+    make = _KINDS.get((position, norm, args.swiglu, args.add_bias_linear))
+    if make is None:
         raise TaskError(
             f"the checkpoint was trained with --position-embedding-type {position}, --normalization {norm}, swiglu "
             f"{args.swiglu} and biases {args.add_bias_linear}: expected learned_absolute or rope with LayerNorm "
@@ -70,7 +63,7 @@ def converted(args: Namespace, weights: Weights) -> Any:
         )
     if _groups(args) != args.num_attention_heads and make is not _llama:
         raise TaskError("the checkpoint was trained with --group-query-attention: expected it with swiglu only")
-    return make(args, weights)
+    return make(args, _plainly_named(args, weights))
 
 
 def _groups(args: Namespace) -> int:
@@ -82,56 +75,61 @@ def _gelu(args: Namespace) -> str:
     return "gelu_pytorch_tanh" if args.bias_gelu_fusion or args.openai_gelu else "gelu"
 
 
-def _model(kind: str, args: Namespace, found: Weights, **config: Any) -> Any:
+def _plainly_named(args: Namespace, weights: Weights) -> Weights:
+    """The weights by the names of local layers, norms around 1.
+
+    In those of Transformer Engine, the norm before a linear layer is a part of it.
+    """
+    found = {}
+    for name, tensor in weights.items():
+        plain = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        plain = plain.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        shifted = args.layernorm_zero_centered_gamma and plain.endswith("layernorm.weight")
+        found[plain] = tensor + 1.0 if shifted else tensor
+    return found
+
+
+def _model(
+    kind: str, args: Namespace, weights: Weights, in_layers: dict[str, str], outside: dict[str, str], **config: Any
+) -> Any:
+    """A model with these weights under its own names.
+
+    Args:
+        in_layers: its names of a layer's parts, with ``{}`` for the layer's number, by those in Megatron.
+        outside: its names of the other parts, by those in Megatron, without the one that makes logits.
+        config: fields of its config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tied = not args.untie_embeddings_and_output_weights
+    tied, embedding = not args.untie_embeddings_and_output_weights, weights["embedding.word_embeddings.weight"]
     made = AutoConfig.for_model(
         kind,
-        vocab_size=next(iter(found.values())).shape[0],
+        vocab_size=len(embedding),
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.num_attention_heads,
+        max_position_embeddings=args.max_position_embeddings,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
         **config,
     )
-    model = AutoModelForCausalLM.from_config(made, dtype=next(iter(found.values())).dtype)
-    missing, unexpected = model.load_state_dict(found, strict=False)
-    lacking = [name for name in missing if not (tied and name == "lm_head.weight")]
+    model = AutoModelForCausalLM.from_config(made, dtype=embedding.dtype)
+    output = next(name for name, part in model.named_modules() if part is model.get_output_embeddings())
+    found: Weights = {f"{output}.weight": embedding if tied else weights["output_layer.weight"]}
+    for part in ("weight", "bias"):
+        for name, theirs in in_layers.items():
+            for layer, tensor in enumerate(weights.get(f"decoder.layers.{name}.{part}", ())):
+                found[f"{theirs.format(layer)}.{part}"] = tensor
+        for name, theirs in outside.items():
+            if f"{name}.{part}" in weights:
+                found[f"{theirs}.{part}"] = weights[f"{name}.{part}"]
+    lacking, unexpected = model.load_state_dict(found, strict=False)
     if lacking or unexpected:
         raise TaskError(f"the checkpoint lacks {lacking[:3]} and has {unexpected[:3]}: expected weights of a {kind}")
     model.tie_weights()
     return model.eval()
-
-
-def _take(weights: Weights, *names: str) -> torch.Tensor | None:
-    """The first that is there: Transformer Engine's layers have other names than local ones."""
-    return next((weights[name] for name in names if name in weights), None)
-
-
-def _norms(args: Namespace, weights: Weights, names: tuple[str, str, str]) -> Weights:
-    """The norms before attention and MLP and the last one, by these names; the first two have ``{}`` for a layer."""
-    found: Weights = {}
-    layers = "decoder.layers."
-    for part in ("weight", "bias"):
-        shift = 1.0 if part == "weight" and args.layernorm_zero_centered_gamma else 0.0
-        before_attention, before_mlp, last = (
-            _take(weights, f"{layers}self_attention.linear_qkv.layer_norm_{part}", f"{layers}input_layernorm.{part}"),
-            _take(weights, f"{layers}mlp.linear_fc1.layer_norm_{part}", f"{layers}pre_mlp_layernorm.{part}"),
-            _take(weights, f"decoder.final_layernorm.{part}"),
-        )
-        for tensor, name in ((before_attention, names[0]), (before_mlp, names[1])):
-            _by_layer(found, None if tensor is None else tensor + shift, f"{name}.{part}")
-        if last is not None:
-            found[f"{names[2]}.{part}"] = last + shift
-    return found
-
-
-def _by_layer(found: Weights, tensor: torch.Tensor | None, name: str) -> None:
-    """Put each layer's part under its name, which has the layer's number in place of ``{}``."""
-    if tensor is not None:
-        for layer, part in enumerate(tensor):
-            found[name.format(layer)] = part
 
 
 def _qkv(args: Namespace, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -145,64 +143,54 @@ def _qkv(args: Namespace, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _gpt2(args: Namespace, weights: Weights) -> Any:
-    found = {"transformer.wte.weight": weights["embedding.word_embeddings.weight"]}
-    found["transformer.wpe.weight"] = weights["embedding.position_embeddings.weight"]
-    found |= _norms(args, weights, ("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"))
-    attention, mlp = "decoder.layers.self_attention", "decoder.layers.mlp"
-    for part in ("weight", "bias"):
-        whole = torch.cat(_qkv(args, weights[f"{attention}.linear_qkv.{part}"]), dim=1)
-        tensors = {
-            "attn.c_attn": whole,
-            "attn.c_proj": weights[f"{attention}.linear_proj.{part}"],
-            "mlp.c_fc": weights[f"{mlp}.linear_fc1.{part}"],
-            "mlp.c_proj": weights[f"{mlp}.linear_fc2.{part}"],
-        }
-        for name, tensor in tensors.items():  # GPT-2 has its matrices the other way around
-            turned = tensor.transpose(1, 2) if part == "weight" else tensor
-            _by_layer(found, turned, f"transformer.h.{{}}.{name}.{part}")
-    if args.untie_embeddings_and_output_weights:
-        found["lm_head.weight"] = weights["output_layer.weight"]
     if args.kv_channels * args.num_attention_heads != args.hidden_size:
         raise TaskError(f"the checkpoint was trained with --kv-channels {args.kv_channels}: expected size / heads")
+    linear = {
+        "self_attention.linear_qkv": "transformer.h.{}.attn.c_attn",
+        "self_attention.linear_proj": "transformer.h.{}.attn.c_proj",
+        "mlp.linear_fc1": "transformer.h.{}.mlp.c_fc",
+        "mlp.linear_fc2": "transformer.h.{}.mlp.c_proj",
+    }
+    for part in ("weight", "bias"):
+        name = f"decoder.layers.self_attention.linear_qkv.{part}"
+        weights[name] = torch.cat(_qkv(args, weights[name]), dim=1)
+    for name in linear:  # GPT-2 has its matrices the other way around
+        weights[f"decoder.layers.{name}.weight"] = weights[f"decoder.layers.{name}.weight"].transpose(1, 2)
+    norms = {"input_layernorm": "transformer.h.{}.ln_1", "pre_mlp_layernorm": "transformer.h.{}.ln_2"}
+    outside = {
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.final_layernorm": "transformer.ln_f",
+    }
     return _model(
         "gpt2",
         args,
-        found,
-        n_embd=args.hidden_size,
-        n_layer=args.num_layers,
-        n_head=args.num_attention_heads,
+        weights,
+        norms | linear,
+        outside,
         n_inner=args.ffn_hidden_size,
-        n_positions=args.max_position_embeddings,
         layer_norm_epsilon=args.layernorm_epsilon,
         activation_function=_gelu(args),
     )
 
 
 def _gpt_neox(args: Namespace, weights: Weights) -> Any:
-    layer = "gpt_neox.layers.{}."
-    found = {"gpt_neox.embed_in.weight": weights["embedding.word_embeddings.weight"]}
-    norms = f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "gpt_neox.final_layer_norm"
-    found |= _norms(args, weights, norms)
-    linear = {
-        "self_attention.linear_qkv": "attention.query_key_value",  # each head's together, as here
-        "self_attention.linear_proj": "attention.dense",
-        "mlp.linear_fc1": "mlp.dense_h_to_4h",
-        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    in_layers = {
+        "input_layernorm": "gpt_neox.layers.{}.input_layernorm",
+        "pre_mlp_layernorm": "gpt_neox.layers.{}.post_attention_layernorm",
+        "self_attention.linear_qkv": "gpt_neox.layers.{}.attention.query_key_value",  # each head's together, as here
+        "self_attention.linear_proj": "gpt_neox.layers.{}.attention.dense",
+        "mlp.linear_fc1": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
     }
-    for name, theirs in linear.items():
-        for part in ("weight", "bias"):
-            _by_layer(found, weights[f"decoder.layers.{name}.{part}"], f"{layer}{theirs}.{part}")
-    output = "output_layer.weight" if args.untie_embeddings_and_output_weights else "embedding.word_embeddings.weight"
-    found["embed_out.weight"] = weights[output]
+    outside = {"embedding.word_embeddings": "gpt_neox.embed_in", "decoder.final_layernorm": "gpt_neox.final_layer_norm"}
     return _model(
         "gpt_neox",
         args,
-        found,
-        hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.num_attention_heads,
+        weights,
+        in_layers,
+        outside,
         intermediate_size=args.ffn_hidden_size,
-        max_position_embeddings=args.max_position_embeddings,
         layer_norm_eps=args.layernorm_epsilon,
         rope_parameters={
             "rope_type": "default",
@@ -217,35 +205,42 @@ def _gpt_neox(args: Namespace, weights: Weights) -> Any:
 def _llama(args: Namespace, weights: Weights) -> Any:
     if args.rotary_percent != 1.0:
         raise TaskError(f"the checkpoint was trained with --rotary-percent {args.rotary_percent}: expected 1.0")
-    layer = "model.layers.{}."
-    found = {"model.embed_tokens.weight": weights["embedding.word_embeddings.weight"]}
-    norms = f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm"
-    found |= _norms(args, weights, norms)
-    attention, mlp = "decoder.layers.self_attention", "decoder.layers.mlp"
     for part in ("weight", "bias"):
-        tensor = _take(weights, f"{attention}.linear_qkv.{part}")
+        tensor = weights.get(f"decoder.layers.self_attention.linear_qkv.{part}")
         if tensor is not None:
             for name, one in zip("qkv", _qkv(args, tensor), strict=True):
-                _by_layer(found, one, f"{layer}self_attn.{name}_proj.{part}")
-    gate, up = weights[f"{mlp}.linear_fc1.weight"].chunk(2, dim=1)
-    _by_layer(found, weights[f"{attention}.linear_proj.weight"], f"{layer}self_attn.o_proj.weight")
-    _by_layer(found, gate, f"{layer}mlp.gate_proj.weight")
-    _by_layer(found, up, f"{layer}mlp.up_proj.weight")
-    _by_layer(found, weights[f"{mlp}.linear_fc2.weight"], f"{layer}mlp.down_proj.weight")
-    if args.untie_embeddings_and_output_weights:
-        found["lm_head.weight"] = weights["output_layer.weight"]
-    biased = f"{attention}.linear_qkv.bias" in weights
+                weights[f"decoder.layers.{name}.{part}"] = one
+    gate, up = weights["decoder.layers.mlp.linear_fc1.weight"].chunk(2, dim=1)
+    weights |= {"decoder.layers.gate.weight": gate, "decoder.layers.up.weight": up}
+    in_layers = {
+        "input_layernorm": "model.layers.{}.input_layernorm",
+        "pre_mlp_layernorm": "model.layers.{}.post_attention_layernorm",
+        "q": "model.layers.{}.self_attn.q_proj",
+        "k": "model.layers.{}.self_attn.k_proj",
+        "v": "model.layers.{}.self_attn.v_proj",
+        "self_attention.linear_proj": "model.layers.{}.self_attn.o_proj",
+        "gate": "model.layers.{}.mlp.gate_proj",
+        "up": "model.layers.{}.mlp.up_proj",
+        "mlp.linear_fc2": "model.layers.{}.mlp.down_proj",
+    }
+    outside = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm"}
     return _model(
-        "qwen2" if biased else "llama",
+        "qwen2" if "decoder.layers.q.bias" in weights else "llama",
         args,
-        found,
-        hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.num_attention_heads,
+        weights,
+        in_layers,
+        outside,
         num_key_value_heads=_groups(args),
         head_dim=args.kv_channels,
         intermediate_size=args.ffn_hidden_size,
-        max_position_embeddings=args.max_position_embeddings,
         rms_norm_eps=args.layernorm_epsilon,
         rope_parameters={"rope_type": "default", "rope_theta": float(args.rotary_base)},
     )
+
+
+# By position embedding, normalization, whether with SwiGLU, and whether with biases.
+_KINDS = {
+    ("learned_absolute", "LayerNorm", False, True): _gpt2,
+    ("rope", "LayerNorm", False, True): _gpt_neox,
+    ("rope", "RMSNorm", True, False): _llama,
+}
