@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from megatron.fill.wings.llm.adapters import merge_adapter  # noqa: E402
+from megatron.fill.wings.llm.models import merge_adapter  # noqa: E402
 from tests.wings.llm.test_llm_selfcheck import USUAL, made  # noqa: E402
 
 

@@ -22,9 +22,7 @@ from megatron.fill.wings.llm.sampling import Sampling
 def request(line: int = 1, chat: bool = False, custom_id: str = "a") -> Request:
     messages = ({"role": "user", "content": "Hi"},) if chat else ()
     prompts = () if chat else ("Hi",)
-    return Request(
-        line, custom_id, chat, prompts, messages, (), {}, "m", 1, 16, Sampling(1.0), None, (), None, None, None
-    )
+    return Request(line, custom_id, chat, prompts, messages, (), {}, 1, 16, Sampling(1.0), None, (), None, None, None)
 
 
 LOGPROBS = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from argparse import Namespace
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -143,6 +144,14 @@ def test_nothing_of_a_checkpoint_is_run(data, tmp_path):
     assert load_language_model(saved)[1].eos_ids == {255}
 
 
+def test_rope_with_layernorm_becomes_gpt_neox(data, tmp_path):
+    rope = {"position_embedding_type": "rope", "rotary_base": 10_000, "rotary_percent": 0.5}
+    checkpoint(tmp_path / "saved", 1, data[0], **rope)
+    model, _ = load_megatron(tmp_path / "saved")
+    assert type(model).__name__ == "GPTNeoXForCausalLM"
+    assert torch.equal(model.get_output_embeddings().weight, weights()["embedding.word_embeddings.weight"])
+
+
 def test_what_no_model_is_like_is_refused_by_the_flags_name(data, tmp_path):
     checkpoint(tmp_path / "a", 1, data[0], num_experts=8)
     with pytest.raises(TaskError, match="--num-experts 8"):
@@ -182,7 +191,7 @@ def run(made, work, monkeypatch):
         kinds.add(made.next_node)
         done += made.run_next_step()
         if made.idle and made._loading is not None:
-            made._loading.join()
+            wait([made._loading])
     return kinds
 
 
@@ -283,7 +292,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_left_out(data, tmp_path, monk
         raise IncompleteCheckpoint(f"checkpoint {path} is gone")
 
     made.run_next_step()
-    made._loading.join()
+    wait([made._loading])
     made.run_next_step()
     assert not path.exists()
     assert made._done == [5]
@@ -295,7 +304,7 @@ def test_one_that_cannot_be_read_fails_the_job_and_says_why(data, tmp_path):
     made = task(tmp_path / "job", saved)
     made.init()
     made.run_next_step()
-    made._loading.join()
+    wait([made._loading])
     with pytest.raises(TaskError, match=r"iteration 5: .*--num-experts 8"):
         made.run_next_step()
 

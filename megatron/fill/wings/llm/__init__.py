@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,20 +11,11 @@ if TYPE_CHECKING:
     from megatron.fill.wings.llm.tuning import DraftTuning
 
 __all__ = ["BatchJob", "DraftTuning", "EvaluateCheckpoints"]
+_MODULES = {"BatchJob": "batch", "DraftTuning": "tuning", "EvaluateCheckpoints": "evaluate"}
 
 
 def __getattr__(name: str) -> Any:
     """The jobs, imported when they are asked for: the verifiers need nothing of them."""
-    if name == "BatchJob":
-        from megatron.fill.wings.llm.batch import BatchJob
-
-        return BatchJob
-    if name == "EvaluateCheckpoints":
-        from megatron.fill.wings.llm.evaluate import EvaluateCheckpoints
-
-        return EvaluateCheckpoints
-    if name == "DraftTuning":
-        from megatron.fill.wings.llm.tuning import DraftTuning
-
-        return DraftTuning
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

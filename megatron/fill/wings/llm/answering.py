@@ -42,14 +42,11 @@ class Answering:
     """The requests of a file, in order, those that are answered already left out.
 
     Args:
-        tokenizer: the model's tokenizer.
         context: limit on a sequence's tokens, and its reason.
         model: name of the model in the answers.
         seed: seed of requests without one.
         fits: returns True if a sequence can be generated at all; called before any is.
-        vocabulary: the model's vocabulary size.
         grammars: the tokenizer's grammars; None if no request has a schema.
-        pooling: pooling of embeddings.
         embeds: True if the model returns the hidden states that embeddings are made of.
     """
 
@@ -120,17 +117,7 @@ class Answering:
             self._write(error_answer(line))
             return
         try:
-            if line.encoding is not None and not self._embeds:
-                raise ValueError(f"{self._model} gives no hidden states: expected another model for /v1/embeddings")
-            prompts = prompt_tokens(line, self._tokenizer, self._vocabulary)
-            self._check_tokens(line)
-            sequences = [
-                self._sequence(line, tokens, place * line.n + number)
-                for place, tokens in enumerate(prompts)
-                for number in range(line.n)
-            ]
-            for sequence in sequences[:: line.n]:
-                self._check_room(sequence)
+            prompts, sequences = self._sequences(line)
         except (ValueError, TaskError) as error:
             self._refuse(line, str(error), 400)
             return
@@ -143,6 +130,29 @@ class Answering:
         self._counted += begun.done
         self._ready.extend(left)
         self._answer_if_ended(line.line)
+
+    def _sequences(self, request: Request) -> tuple[list[list[int]], list[GeneratedSequence]]:
+        """The tokens of a request's prompts, and the sequences of its choices.
+
+        Raises:
+            ValueError: it does not suit the model, or the memory.
+        """
+        if request.encoding is not None and not self._embeds:
+            raise ValueError(f"{self._model} gives no hidden states: expected another model for /v1/embeddings")
+        prompts, size = prompt_tokens(request, self._tokenizer, self._vocabulary), self._vocabulary
+        if wrong := [token for token, _ in request.sampling.logit_bias if token >= size]:
+            raise ValueError(f"logit_bias has token {wrong[0]}; expected 0 to {size - 1}")
+        sequences = [
+            self._sequence(request, tokens, place * request.n + number)
+            for place, tokens in enumerate(prompts)
+            for number in range(request.n)
+        ]
+        if too_long := [one.wanted for one in sequences if not self._fits(one)]:
+            raise ValueError(
+                f"{len(too_long[0].prompt)} tokens and up to {too_long[0].most} more need more memory for keys "
+                "and values than there is; expected a smaller max_tokens, or a job with more memory"
+            )
+        return prompts, sequences
 
     def _answer_if_ended(self, line: int) -> None:
         begun = self._begun[line]
@@ -178,18 +188,6 @@ class Answering:
                 f"{prompt} tokens and up to {asked} more; expected at most {context} in all: {self._context.reason}"
             )
         return min(asked or context, context - prompt)
-
-    def _check_tokens(self, request: Request) -> None:
-        size = self._vocabulary
-        if wrong := [token for token, _ in request.sampling.logit_bias if token >= size]:
-            raise ValueError(f"logit_bias has token {wrong[0]}; expected 0 to {size - 1}")
-
-    def _check_room(self, sequence: GeneratedSequence) -> None:
-        if not self._fits(sequence):
-            raise ValueError(
-                f"{len(sequence.wanted.prompt)} tokens and up to {sequence.wanted.most} more need more memory for keys "
-                "and values than there is; expected a smaller max_tokens, or a job with more memory"
-            )
 
     def _sequence(self, request: Request, prompt: list[int], number: int) -> GeneratedSequence:
         most = self._most(request, len(prompt))

@@ -164,11 +164,7 @@ class AnswerFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open the file, and make it if it is not there.
-
-        Raises:
-            OSError: it cannot be read or written.
-        """
+        """Open the file, and make it if it is not there; OSError if it cannot be read or written."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._ids: set[str] = set()
         self._end = 0

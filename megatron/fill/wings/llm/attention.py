@@ -30,11 +30,7 @@ def text_config(model: Any) -> Any:
 
 
 def context_of(model: Any) -> Context:
-    """The tokens that a sequence may have.
-
-    Raises:
-        TaskError: no limit is to be found in the config.
-    """
+    """The tokens that a sequence may have; TaskError if no limit is to be found in the config."""
     config, name = text_config(model), type(model).__name__
     limit = next((found for key in _LENGTHS if (found := _whole(config, key)) is not None), None)
     if limit is None:

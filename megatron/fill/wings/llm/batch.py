@@ -14,7 +14,7 @@ from megatron.fill.sidetask.checks import check_whole, whole_numbers
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.wings.llm import fitting
 from megatron.fill.wings.llm.answers import AnswerFile
-from megatron.fill.wings.llm.pooling import can_embed, read_pooling
+from megatron.fill.wings.llm.pooling import read_pooling
 from megatron.fill.wings.llm.requests import Request, read_requests
 from megatron.fill.wings.llm.shapes import most_nodes, read_shapes
 
@@ -79,9 +79,8 @@ class BatchJob(NodeTask):
             ConfigError: the file of requests is none.
             TaskError: a model cannot be loaded, a draft has other tokens, or a package is missing.
         """
-        from megatron.fill.wings.llm.adapters import merge_adapter
         from megatron.fill.wings.llm.grammar import Grammars
-        from megatron.fill.wings.llm.models import load_language_model
+        from megatron.fill.wings.llm.models import load_language_model, merge_adapter
 
         self._shapes = read_shapes(tree) if draft else [()]
         if rule not in _RULES:
@@ -142,7 +141,7 @@ class BatchJob(NodeTask):
         from megatron.fill.wings.llm.answering import Answering
         from megatron.fill.wings.llm.attention import context_of
         from megatron.fill.wings.llm.engine import Engine
-        from megatron.fill.wings.llm.passes import ModelRunner, token_rows
+        from megatron.fill.wings.llm.passes import ModelRunner, gives_hidden_states, token_rows
         from megatron.fill.wings.llm.selfcheck import check_model
 
         models = [self._model, *self._drafts]
@@ -171,6 +170,8 @@ class BatchJob(NodeTask):
         least = self._engine.room.bytes_for_one(2 * _MEASURED_TOKENS)
         taken = fitting.claimed_bytes(device) + fitting.pass_bytes(self._model.config, rows)
         self._engine.room.limit(fitting.key_value_bytes(self._most_bytes, self.context.memory_bytes, taken, least))
+        requests = [line for line in self._lines if isinstance(line, Request)]
+        embeds = all(one.encoding is None for one in requests) or gives_hidden_states(self._model)
         self._answering = Answering(
             self._lines,
             self._file,
@@ -182,7 +183,7 @@ class BatchJob(NodeTask):
             size,
             self._grammars,
             self._pooling,
-            can_embed(self._model, self._lines),
+            embeds,
         )
         self._answering.load_state_dict(self._state)
 
@@ -195,11 +196,7 @@ class BatchJob(NodeTask):
         return self._configuration.batch_size * len(most) / sum(most) if most else 1.0
 
     def run_next_step(self) -> float:
-        """Run one node of the engine; the work comes with the commit.
-
-        Raises:
-            StopIteration: all requests are answered.
-        """
+        """Run one node of the engine; the work comes with the commit; StopIteration if all requests are answered."""
         engine = self._running
         if self.next_node == 0:
             if self.context.measuring:

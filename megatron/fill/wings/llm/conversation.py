@@ -20,11 +20,7 @@ _TAKEN = {  # arguments of the template that are the request's other fields, or 
 
 
 def read_messages(given: object) -> tuple[dict[str, Any], ...]:
-    """The messages of a chat, the parts of each one's text joined.
-
-    Raises:
-        WrongFieldError: one is none.
-    """
+    """The messages of a chat, the parts of each one's text joined; WrongFieldError if one is none."""
     if not isinstance(given, list) or not given:
         raise wrong("messages", given, "a list with at least one message")
     return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(given))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,25 +28,14 @@ _LOOK, _TAKE, _CHECK, _FORWARD, _ENGINE = 0, 1, 2, 3, 100  # kinds of steps; of 
 _LOOK_S = 1.0
 
 
-class _Loading(threading.Thread):
-    """Reads a checkpoint into host memory beside the steps, since that takes long and needs no device."""
+def _loaded(path: Path, count: int | None) -> tuple[Any, Any, np.ndarray]:
+    """Return a checkpoint's model and tokenizer, and so many samples, in host memory."""
+    from megatron.fill.wings.llm.heldout import validation_samples
+    from megatron.fill.wings.llm.megatron import load_megatron
+    from megatron.fill.wings.llm.models import tokenizer_of
 
-    def __init__(self, path: Path, count: int | None) -> None:
-        super().__init__(daemon=True)
-        self._path, self._count = path, count
-        self.found: tuple[Any, Any, np.ndarray] | None = None  # model, tokenizer, samples
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        from megatron.fill.wings.llm.heldout import validation_samples
-        from megatron.fill.wings.llm.megatron import load_megatron
-        from megatron.fill.wings.llm.models import tokenizer_of
-
-        try:
-            model, args = load_megatron(self._path)
-            self.found = model, tokenizer_of(args), validation_samples(args, self._count)
-        except Exception as error:
-            self.error = error
+    model, args = load_megatron(path)
+    return model, tokenizer_of(args), validation_samples(args, count)
 
 
 class EvaluateCheckpoints(SideTask):
@@ -96,6 +85,7 @@ class EvaluateCheckpoints(SideTask):
         # Iterations that were evaluated, here or by "pipefill evaluate", or that cannot be any more.
         self._done = list(read_evaluations(self.context.directory))
         self._tries: dict[int, int] = {}
+        self._aside = ThreadPoolExecutor(1)  # a checkpoint is read beside the steps: that is long and needs no device
         self._looked_s = 0.0
 
     def init(self) -> None:
@@ -108,7 +98,7 @@ class EvaluateCheckpoints(SideTask):
 
         if not self._folder.is_dir():
             self.context.logger.info("%s is not there, or this job may not see it (--fill-bind)", self._folder)
-        self._loading: _Loading | None = None
+        self._loading: Future[tuple[Any, Any, np.ndarray]] | None = None
         self._work: Iterator[tuple[int, float]] | None = None
         self._iteration = 0
         self.idle, self.next_node = True, _LOOK
@@ -125,12 +115,14 @@ class EvaluateCheckpoints(SideTask):
             return work
         if self._loading is None:
             self._look()
-        elif not self._loading.is_alive():
+        elif self._loading.done():
             loading, self._loading = self._loading, None
-            if loading.found is None:
-                self._leave_out(loading.error)
+            try:
+                found = loading.result()
+            except Exception as error:
+                self._leave_out(error)
             else:
-                self._work, self.next_node = self._evaluation(*loading.found), _TAKE
+                self._work, self.next_node = self._evaluation(*found), _TAKE
                 return 0.0
         self.idle = True
         return 0.0
@@ -144,9 +136,8 @@ class EvaluateCheckpoints(SideTask):
         self.context.report(**state["result"])
 
     def stop(self) -> None:
-        if getattr(self, "_loading", None) is not None:
-            assert self._loading is not None
-            self._loading.join()
+        if hasattr(self, "_aside"):
+            self._aside.shutdown()
 
     @property
     def busy(self) -> bool:
@@ -168,10 +159,9 @@ class EvaluateCheckpoints(SideTask):
         if waiting := self.left():
             self._iteration, path = next(iter(waiting.items()))
             self._behind = len(waiting) - 1
-            self._loading = _Loading(path, self._count)
-            self._loading.start()
+            self._loading = self._aside.submit(_loaded, path, self._count)
 
-    def _leave_out(self, error: Exception | None) -> None:
+    def _leave_out(self, error: Exception) -> None:
         """Skip a checkpoint that was deleted in the meantime; one that is there and cannot be read is an error.
 
         Raises:

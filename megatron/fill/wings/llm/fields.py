@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.fill.given.problems import shown
@@ -48,38 +48,29 @@ def integer(given: object, name: str, least: int, most: int) -> int:
     return given
 
 
-def number(given: object, name: str, most: float, enough: Callable[[float], bool], least: str) -> float:
-    """A number up to ``most``.
-
-    Args:
-        enough: returns True if a number is large enough; ``least`` is the same in words.
-    """
-    if isinstance(given, int | float) and not isinstance(given, bool) and enough(given) and given <= most:
-        return float(given)
-    raise wrong(name, given, f"a number {least} to {most:g}")
+def number(given: object, name: str, least: float, most: float, above: bool = False) -> float:
+    """A number within limits; ``above`` leaves the least one out."""
+    if (
+        not isinstance(given, int | float)
+        or isinstance(given, bool)
+        or not least <= given <= most
+        or (above and given == least)
+    ):
+        raise wrong(name, given, f"a number {'above' if above else 'from'} {least:g} to {most:g}")
+    return float(given)
 
 
 def read_sampling(body: Mapping[str, Any]) -> Sampling:
-    """The fields, with OpenAI's and vLLM's defaults.
-
-    Raises:
-        WrongFieldError: one is wrong.
-    """
-
-    def read(name: str, usual: float, most: float, least: float = 0) -> float:
-        return number(body.get(name, usual), name, most, lambda given: given >= least, f"from {least:g}")
-
+    """The fields, with OpenAI's and vLLM's defaults; WrongFieldError if one is wrong."""
     top_k = body.get("top_k", 0)
     return Sampling(
-        temperature=read("temperature", 1, 2),
-        top_p=number(body.get("top_p", 1), "top_p", 1, lambda given: given > 0, "above 0"),
+        temperature=number(body.get("temperature", 1), "temperature", 0, 2),
+        top_p=number(body.get("top_p", 1), "top_p", 0, 1, above=True),
         top_k=0 if top_k == -1 else integer(top_k, "top_k", 0, MOST_INTEGER),  # vLLM has both for all tokens
-        min_p=read("min_p", 0, 1),
-        presence_penalty=read("presence_penalty", 0, 2, -2),
-        frequency_penalty=read("frequency_penalty", 0, 2, -2),
-        repetition_penalty=number(
-            body.get("repetition_penalty", 1), "repetition_penalty", 100, lambda given: given > 0, "above 0"
-        ),
+        min_p=number(body.get("min_p", 0), "min_p", 0, 1),
+        presence_penalty=number(body.get("presence_penalty", 0), "presence_penalty", -2, 2),
+        frequency_penalty=number(body.get("frequency_penalty", 0), "frequency_penalty", -2, 2),
+        repetition_penalty=number(body.get("repetition_penalty", 1), "repetition_penalty", 0, 100, above=True),
         logit_bias=_bias(body.get("logit_bias", {})),
     )
 
@@ -91,16 +82,12 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
     for token, bias in given.items():
         if not (token.isascii() and token.isdecimal() and int(token) <= MOST_INTEGER) or int(token) in found:
             raise WrongFieldError("logit_bias", f"logit_bias has {shown(token)}; expected different token ids")
-        found[int(token)] = number(bias, f"logit_bias[{token}]", 100, lambda value: value >= -100, "from -100")
+        found[int(token)] = number(bias, f"logit_bias[{token}]", -100, 100)
     return tuple(found.items())
 
 
 def read_schema(given: object) -> Mapping[str, Any] | None:
-    """The schema that ``response_format`` asks for; None for any text.
-
-    Raises:
-        WrongFieldError: it is wrong.
-    """
+    """The schema that ``response_format`` asks for; None for any text; WrongFieldError if it is wrong."""
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(given, dict) or kind not in ("text", "json_object", "json_schema"):
         raise wrong("response_format", given, "an object with type text, json_object or json_schema")

@@ -13,11 +13,7 @@ from megatron.fill.wings.llm.tokenizers import ByteTokenizer, Tokenizer
 
 
 class Grammars:
-    """The grammars of a tokenizer.
-
-    Raises:
-        TaskError: llguidance is not installed, or cannot be used with this tokenizer.
-    """
+    """The grammars of a tokenizer; TaskError if llguidance is not installed, or cannot be used with this tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:

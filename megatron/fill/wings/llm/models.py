@@ -1,4 +1,4 @@
-"""Language models from local folders.  Nothing is fetched from a network."""
+"""Language models and their adapters from local folders.  Nothing is fetched from a network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.fill.wings.llm.attention import attention_kinds, context_of
 from megatron.fill.wings.llm.tokenizers import BYTES, ByteTokenizer, FolderTokenizer, Tokenizer
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ADAPTER = "adapter_config.json"
 
 
 def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer]:
@@ -49,12 +50,46 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
     return model.eval(), tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model's folder, without the model.
+def merge_adapter(model: Any, path: Path) -> Any:
+    """The model with a LoRA adapter's changes in its own weights: so it costs nothing where the model runs.
+
+    Args:
+        path: the adapter's folder, as ``peft`` saves it.
 
     Raises:
-        TaskError: there is none.
+        TaskError: it is no adapter of this model, it lacks tensors, or a package is missing.
     """
+    if not (path / _ADAPTER).is_file():
+        raise TaskError(f"adapter is {path}: expected a folder with {_ADAPTER}, as peft saves it")
+    if not os.access(path / _ADAPTER, os.R_OK):
+        raise TaskError(f"adapter {path}: this user may not read {_ADAPTER}")
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise TaskError(f"{error}: adapters need pip install 'pipefill[lora]'") from error
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            raise TaskError(f"adapter {path} is of the kind {kind}: expected LORA")
+        config.inference_mode = True
+        adapted = PeftModel(model, config)
+        # What an adapter lacks would be left as if it had been trained to nothing, and what the model lacks left out.
+        found = adapted.load_adapter(str(path), "default", torch_device="cpu")
+        for names, where in ((found.missing_keys, "its files lack"), (found.unexpected_keys, "the model lacks")):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise TaskError(f"adapter {path} does not fit the model: {where} {', '.join(sorted(names)[:3])}{more}")
+        return adapted.merge_and_unload(safe_merge=True)
+    except TaskError:
+        raise
+    except Exception as error:  # peft and safetensors raise whatever their parts do
+        said = " ".join(str(error).split())
+        raise TaskError(f"adapter {path} does not fit the model: {type(error).__name__}: {said[:500]}") from error
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model's folder, without the model; TaskError if there is none."""
     from megatron.fill.wings.llm.megatron import is_checkpoint, latest, read_checkpoint
 
     if is_checkpoint(path):
@@ -118,11 +153,7 @@ def _from_megatron(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
 
 
 def tokenizer_of(args: Namespace) -> Tokenizer:
-    """The tokenizer that a training had, by its arguments.
-
-    Raises:
-        TaskError: it cannot be had here.
-    """
+    """The tokenizer that a training had, by its arguments; TaskError if it cannot be had here."""
     kind = args.tokenizer_type
     if kind == "NullTokenizer" and args.vocab_size in (256, 257):
         end = getattr(args, "null_tokenizer_eod_id", None)

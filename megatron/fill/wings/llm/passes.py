@@ -18,11 +18,7 @@ from megatron.fill.wings.llm.grouping import grouped, pass_cost
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The layers that a pass runs one after the other.
-
-    Raises:
-        TaskError: the model has none that can be found.
-    """
+    """The layers that a pass runs one after the other; TaskError if the model has none that can be found."""
     count = getattr(text_config(model), "num_hidden_layers", None)
     lists = [list(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count]
     if not lists:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.errors import TaskError
-from megatron.fill.wings.llm.requests import Refused, Request
 from megatron.fill.wings.llm.sequence import Pooling
 
 _FILE = "1_Pooling/config.json"  # of sentence-transformers
-_KNOWN: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 _ASKED: dict[str, Pooling] = {"last": "last", "mean": "mean"}
-_NAMES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+_MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+_MODES |= {"lasttoken": "last", "mean": "mean"}  # of newer versions
 
 
 def read_pooling(asked: str, model: Path) -> Pooling:
@@ -35,23 +32,13 @@ def read_pooling(asked: str, model: Path) -> Pooling:
         return "last"
     try:
         said = json.loads((model / _FILE).read_text(encoding="utf-8"))
-        if isinstance(mode := said.get("pooling_mode"), str):  # of newer versions
-            modes, found = [mode], [_NAMES.get(mode)]
-        else:
-            modes = [name for name, given in said.items() if name.startswith("pooling_mode_") and given is True]
-            found = [_KNOWN.get(name) for name in modes]
+        modes = [name for name, given in said.items() if name.startswith("pooling_mode_") and given is True]
+        if isinstance(mode := said.get("pooling_mode"), str):
+            modes = [mode]
     except (OSError, ValueError, AttributeError) as error:
         raise TaskError(f"{model / _FILE} cannot be read: {error}") from error
-    if len(found) != 1 or found[0] is None:
+    if len(modes) != 1 or modes[0] not in _MODES:
         raise TaskError(
             f"{model / _FILE} asks for {', '.join(modes) or 'no pooling'}: expected the last token or the mean"
         )
-    return found[0]
-
-
-def can_embed(model: Any, lines: Iterable[Request | Refused]) -> bool:
-    """True if the model gives the hidden states that embeddings are made of, or no embeddings are requested."""
-    from megatron.fill.wings.llm.passes import gives_hidden_states
-
-    asked = any(isinstance(line, Request) and line.encoding is not None for line in lines)
-    return not asked or gives_hidden_states(model)
+    return _MODES[modes[0]]

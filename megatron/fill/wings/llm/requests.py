@@ -75,7 +75,6 @@ class Request:
     """A chat, each with ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
     tools: tuple[dict[str, Any], ...] = ()  # functions that a chat's template describes
     template: Mapping[str, Any] = field(default_factory=dict)  # arguments of a chat's template
-    model: str = ""  # empty if the request names none
     n: int = 1  # choices for each prompt
     max_tokens: int | None = None  # None for as many as the model's context leaves
     sampling: Sampling = field(default_factory=Sampling)
@@ -84,11 +83,6 @@ class Request:
     logprobs: int | None = None  # number of alternatives for each token; None for no log probabilities
     encoding: Literal["float", "base64"] | None = None  # form of an embedding; None if the prompts are continued
     schema: Mapping[str, Any] | None = None  # JSON schema of its answers; None for any text
-
-    @property
-    def choices(self) -> int:
-        """Number of choices in its answer."""
-        return self.n * max(1, len(self.prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +198,8 @@ def _request(value: dict[str, Any], line: int) -> Request:
     if not isinstance(body, dict):
         raise wrong("body", body, "a JSON object")
     body = {name: given for name, given in body.items() if given is not None}
+    if "model" in body:  # the job's own answers, whatever its name
+        text(body["model"], "model")
     if url == _EMBEDDINGS:
         return _embedding(value["custom_id"], body, line)
     chat = _CHATS[url]
@@ -216,7 +212,6 @@ def _request(value: dict[str, Any], line: int) -> Request:
         messages=read_messages(body.get("messages")) if chat else (),
         tools=read_tools(body) if chat else (),
         template=read_template_arguments(body) if chat else {},
-        model=text(body["model"], "model") if "model" in body else "",
         n=integer(body.get("n", 1), "n", 1, _MOST_CHOICES),
         max_tokens=_max_tokens(body, chat),
         sampling=read_sampling(body),
@@ -237,7 +232,6 @@ def _embedding(custom_id: str, body: dict[str, Any], line: int) -> Request:
         custom_id=custom_id,
         chat=False,
         prompts=_prompts(body.get("input"), "input"),
-        model=text(body["model"], "model") if "model" in body else "",
         max_tokens=1,
         encoding=encoding,
     )

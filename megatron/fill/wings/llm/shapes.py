@@ -21,11 +21,7 @@ _ROUNDS = 2  # of each shape before any is judged
 
 
 def read_shapes(tree: list[int] | str) -> list[Shape]:
-    """The shapes to choose from, as a jobs file says it.
-
-    Raises:
-        ValueError: it is neither ``auto`` nor a shape.
-    """
+    """The shapes to choose from, as a jobs file says it; ValueError if it is neither ``auto`` nor a shape."""
     if tree == "auto":
         return list(AUTO)
     if not isinstance(tree, list) or not tree or not all(type(width) is int and width >= 1 for width in tree):

@@ -27,7 +27,7 @@ class FolderTokenizer:
     """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
-        self._tokenizer = self.inner = tokenizer
+        self.inner = tokenizer
         self._anchor: list[int] | None = None
         self._special: list[str] | None = None
         self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # there may be holes
@@ -38,7 +38,7 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt."""
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self.inner(text)["input_ids"])
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """The text of ids; an incomplete character becomes U+FFFD.
@@ -53,34 +53,34 @@ class FolderTokenizer:
         text = self._after_text([token], skip_special=False)
         if "\ufffd" not in text:
             return text
-        form = str(self._tokenizer.convert_ids_to_tokens(token))
+        form = str(self.inner.convert_ids_to_tokens(token))
         data = _bytes_of(form)
         return form if data is None else data.decode(errors="surrogateescape")
 
     def special(self, text: str) -> int | None:
         """The id of a token of this name that has no text; None if there is none."""
-        found = self._tokenizer.convert_tokens_to_ids(text)
-        if found is None or self._tokenizer.convert_ids_to_tokens(found) != text or self.decode([found]):
+        found = self.inner.convert_tokens_to_ids(text)
+        if found is None or self.inner.convert_ids_to_tokens(found) != text or self.decode([found]):
             return None
         return int(found)
 
     def has_special(self, text: str) -> bool:
         """True if the text contains the name of a token that has no text."""
         if self._special is None:
-            names = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
+            names = {*self.inner.all_special_tokens, *self.inner.get_added_vocab()}
             self._special = [name for name in names if name and self.special(name) is not None]
         return any(name in text for name in self._special)
 
     def _after_text(self, tokens: list[int], skip_special: bool) -> str:
         """The text of ids that follow others: some decoders (Llama-2, Mistral) drop a space before the first one."""
         if self._anchor is None:
-            self._anchor = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+            self._anchor = list(self.inner("a", add_special_tokens=False)["input_ids"])
         before = self._decoded(self._anchor, skip_special)
         text = self._decoded([*self._anchor, *tokens], skip_special)
         return text[len(before) :] if before and text.startswith(before) else self._decoded(tokens, skip_special)
 
     def _decoded(self, tokens: list[int], skip_special: bool) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+        return str(self.inner.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
 
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
@@ -94,10 +94,10 @@ class FolderTokenizer:
         Raises:
             ValueError: the model has no template for that, or these messages do not fit it.
         """
-        if not self._tokenizer.chat_template:
+        if not self.inner.chat_template:
             raise ValueError("this model has no chat template: expected /v1/completions with a prompt")
         try:
-            found = self._tokenizer.apply_chat_template(
+            found = self.inner.apply_chat_template(
                 messages, tools, add_generation_prompt=True, return_dict=False, **arguments
             )
         except Exception as error:  # the template's own words, which are no class of ours
@@ -108,11 +108,11 @@ class FolderTokenizer:
 
     def same_tokens(self, other: Tokenizer) -> bool:
         """True if both give a text the same ids."""
-        return isinstance(other, FolderTokenizer) and self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
+        return isinstance(other, FolderTokenizer) and self.inner.get_vocab() == other.inner.get_vocab()
 
     def save(self, folder: Path) -> None:
         """Write it beside a model, for ``load_tokenizer``."""
-        self._tokenizer.save_pretrained(folder)
+        self.inner.save_pretrained(folder)
 
 
 class ByteTokenizer:

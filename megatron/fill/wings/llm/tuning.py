@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +32,7 @@ class DraftTuning(TrainingJob):
     """
 
     unit: ClassVar[str] = "iterations"
+    _handover: Future[dict[str, Any] | None] | None
 
     def create(  # type: ignore[override]  # what a draft is trained on, and how it is built, is this class's own
         self,
@@ -91,7 +90,7 @@ class DraftTuning(TrainingJob):
         self._done = ~self._windows.is_span()  # spans that a draft before this one got right, or that are none
         self._right = self._done.copy()  # these, and those of this one
         self._noted: list[tuple[int, np.ndarray]] | None = None  # of a batch that is marked: which labels were right
-        self._handover: _Handover | None = None
+        self._aside, self._handover = ThreadPoolExecutor(1), None
         self._output = self.context.directory / (Path(output).name if self.context.measuring else output)
         super().create(
             optimizer=optimizer,
@@ -170,9 +169,8 @@ class DraftTuning(TrainingJob):
         super().load_state_dict(state)
 
     def stop(self) -> None:
-        if getattr(self, "_handover", None) is not None:
-            assert self._handover is not None
-            self._handover.join()
+        if hasattr(self, "_aside"):
+            self._aside.shutdown()
 
     @property
     def _marking(self) -> bool:
@@ -196,55 +194,29 @@ class DraftTuning(TrainingJob):
             last = self._draft + 1 == self._drafts or left == 0
             self.context.logger.info("draft %d: %d of %d spans are left", self._draft, left, spans)
             self.context.report(draft=self._draft, left=round(left / spans, 4))
-            write = partial(self._write, on_cpu(self.model.state_dict()))
-            self._handover = _Handover(write, None if last else partial(self._make, self._draft + 1))
-            self._handover.start()
-        elif not self._handover.is_alive():
+            self._handover = self._aside.submit(self._written, on_cpu(self.model.state_dict()), last)
+        elif self._handover.done():
             ended, self._handover = self._handover, None
             self.idle = False
-            if ended.error is not None:
-                raise TaskError(f"{self._output}: {ended.error}") from ended.error
-            if ended.following is None:
+            try:
+                following = ended.result()
+            except Exception as error:
+                raise TaskError(f"{self._output}: {error}") from error
+            if following is None:
                 raise StopIteration
-            self.model.load_state_dict(ended.following)  # in place: the pieces go on with it
+            self.model.load_state_dict(following)  # in place: the pieces go on with it
             self.optimizer.state.clear()
             self._draft, self._marked, self._done = self._draft + 1, 0, self._right.copy()
             self._begin_course()
 
-    def _write(self, weights: dict[str, Any]) -> None:
-        """The present draft with these weights, as ``transformers`` saves it."""
+    def _written(self, weights: dict[str, Any], last: bool) -> dict[str, Any] | None:
+        """Write the present draft with these weights, as ``transformers`` does; the next one's, None after the last."""
         folder = self._output / str(self._draft)
         inner = {name.removeprefix(INNER): value for name, value in weights.items()}
         self.model.model.save_pretrained(folder, state_dict=inner)
         self._tokenizer.save(folder)
+        return None if last else self._make(self._draft + 1).state_dict()
 
     def _make(self, number: int) -> Any:
         """A draft that is not trained yet."""
         return new_draft(self._folder, self._shape, self._tokenizer, self._length, self._seed + number)
-
-
-class _Handover(threading.Thread):
-    """Writes a draft, and makes the next one.
-
-    Args:
-        write: writes the draft.
-        make: makes the next one; None if there is none.
-
-    Attributes:
-        following: the next draft's weights.
-        error: exception that ended the thread early, or None.
-    """
-
-    def __init__(self, write: Callable[[], None], make: Callable[[], Any] | None) -> None:
-        super().__init__(daemon=True)
-        self._write, self._make = write, make
-        self.following: dict[str, Any] | None = None
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._write()
-            if self._make is not None:
-                self.following = self._make().state_dict()
-        except Exception as error:
-            self.error = error

@@ -214,11 +214,7 @@ def _conclude(output: Path, figures: dict[str, Any], where: str) -> None:
 
 
 def _shape(tree: str) -> list[int] | str:
-    """Parse the value of --tree.
-
-    Raises:
-        ConfigError: the value is invalid.
-    """
+    """Parse the value of --tree; ConfigError if the value is invalid."""
     parts = tree.split(",")
     if tree == "auto":
         return tree

@@ -207,11 +207,7 @@ def _held(jobs: JobStore, job: Job) -> Iterator[Claim]:
 
 
 def _folder(jobs: JobStore, claim: Claim, store: str | None) -> Path:
-    """Return the job's folder, which is created if the job never began.
-
-    Raises:
-        JobError: the folder cannot be used.
-    """
+    """Return the job's folder, which is created if the job never began; JobError if the folder cannot be used."""
     from megatron.fill.agent.admission import default_user
     from megatron.fill.agent.folder import folder_name, is_known, job_folder
     from megatron.fill.store.location import JOBS_DB, database_file
