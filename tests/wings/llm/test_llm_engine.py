@@ -64,8 +64,8 @@ def test_every_family_generates_what_transformers_does(family):
     assert greedily(engine([target]), prompts, most) == expected
     made = engine([target, draft], [(1, 1, 3, 1)])
     assert greedily(made, prompts, most) == expected
-    assert made.counts.tokens == sum(most)
-    assert made.counts.tokens > 1.3 * made.counts.steps  # else the draft was of no use, and little was shown
+    assert made.tokens == sum(most)
+    assert made.tokens > 1.3 * made.steps  # else the draft was of no use, and little was shown
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -218,4 +218,4 @@ def test_the_shape_that_gives_most_is_found_and_kept():
     target, draft = model(), model(seed=9)  # it knows nothing of the target
     made = engine([target, draft], [(), (1, 1), (1, 1, 1, 1)], batch=1)
     generate(made, [Wanted(tuple(prompt), 30) for prompt in some_prompts(6, seed=10)])
-    assert made.counts.tokens < 1.2 * made.counts.steps
+    assert made.tokens < 1.2 * made.steps

@@ -258,7 +258,7 @@ class BatchJob(NodeTask):
     @property
     def generated(self) -> int:
         """Tokens that this process has generated."""
-        return self._running.counts.tokens
+        return self._running.tokens
 
     @property
     def _running(self) -> Engine:
@@ -281,6 +281,6 @@ class BatchJob(NodeTask):
         return max(max(self._chunks), max(self._batches) * (1 + nodes))
 
     def _report(self) -> None:
-        counts = self._running.counts
-        per_step = counts.tokens / counts.steps if counts.steps else 0.0
-        self.context.report(answered=self._answering.answered, tokens=counts.tokens, tokens_per_step=round(per_step, 3))
+        tokens, steps = self._running.tokens, self._running.steps
+        per_step = round(tokens / steps if steps else 0.0, 3)
+        self.context.report(answered=self._answering.answered, tokens=tokens, tokens_per_step=per_step)

@@ -38,9 +38,6 @@ class PagedCache:
 
     Args:
         shapes: each layer's shape (``probe_shapes``).
-
-    Attributes:
-        pages: number of pages; they are numbered from 1.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, device: str) -> None:
@@ -48,7 +45,7 @@ class PagedCache:
         self._keys = [self._empty(shape.heads, 0, shape.key_size) for shape in self._shapes]
         self._values = [self._empty(shape.heads, 0, shape.value_size) for shape in self._shapes]
         self._copy = torch.empty(0, dtype=dtype, device=device)
-        self.pages = 0
+        self.pages = 0  # number of pages; they are numbered from 1
 
     @property
     def token_bytes(self) -> int:

@@ -36,22 +36,6 @@ class _Round:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class EngineCounts:
-    """Counts of the work so far."""
-
-    taken: Counter[int] = field(default_factory=Counter)
-    """The large model's steps, by the tokens that they gave; a pass over five sequences is five steps."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(tokens * steps for tokens, steps in self.taken.items())
-
-    @property
-    def steps(self) -> int:
-        return self.taken.total()
-
-
 class Engine:
     """Generates sequences with a large model and any number of drafts.
 
@@ -64,10 +48,6 @@ class Engine:
         batch: number of sequences at a time.
         chunk: number of prompt tokens in a pass.
         clock: returns seconds; measures the shapes.
-
-    Attributes:
-        runners: as given.
-        finished: sequences that have ended; the owner takes them out.
     """
 
     def __init__(
@@ -87,8 +67,8 @@ class Engine:
         self._deepest = max(map(len, shapes))
         spare = max(most_nodes(shape, len(runners) - 1) for shape in shapes)
         self.room = KeyValueRoom([runner.cache for runner in runners], batch, spare)
-        self.counts = EngineCounts()
-        self.finished: list[GeneratedSequence] = []
+        self.taken: Counter[int] = Counter()  # steps of the large model, by the tokens that they gave
+        self.finished: list[GeneratedSequence] = []  # the owner takes them out
         self._round = _Round()
         self._nodes = self._list_nodes()
 
@@ -104,6 +84,16 @@ class Engine:
                 parts.append(f"piece {piece}")
             names.append(" ".join(parts))
         return tuple(names)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(tokens * steps for tokens, steps in self.taken.items())
+
+    @property
+    def steps(self) -> int:
+        """The large model's steps so far; a pass over five sequences is five steps."""
+        return self.taken.total()
 
     @property
     def idle(self) -> bool:
@@ -282,7 +272,7 @@ class Engine:
         except Exception as error:  # of a tokenizer, with tokens that it does not expect
             sequence.fail(f"{type(error).__name__}: {error}")
             return None
-        self.counts.taken[taken] += 1
+        self.taken[taken] += 1
         self._round.tokens += taken
         return path
 

@@ -17,11 +17,7 @@ _MOST_BIASES = 1024
 
 
 class WrongFieldError(Exception):
-    """A field of a request that is wrong.
-
-    Attributes:
-        param: the field's name; None if it is the whole request.
-    """
+    """A field of a request that is wrong; ``param`` is its name, None for the whole request."""
 
     def __init__(self, param: str | None, message: str) -> None:
         super().__init__(message)

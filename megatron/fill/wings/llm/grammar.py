@@ -52,16 +52,13 @@ class Grammar:
         matcher: llguidance's matcher, in its initial state.
         size: vocabulary size.
         ends: token ids that end a text; all may where the grammar has one of them.
-
-    Attributes:
-        error: reason that the grammar could not be followed to its end; None if it could.
     """
 
     def __init__(self, matcher: Any, size: int, ends: Collection[int]) -> None:
         self._matcher, self._size, self._ends = matcher, size, sorted(ends)
         self._taken: list[int] = []
         self._masks: dict[tuple[int, ...], np.ndarray] = {}  # by what follows
-        self.error: str | None = None
+        self.error: str | None = None  # reason that it could not be followed to its end
 
     def allowed(self, generated: Sequence[int], path: tuple[int, ...]) -> np.ndarray:
         """Tokens allowed after the generated ones and then a path, ``[vocabulary]`` of bool, at least one True.

@@ -19,14 +19,7 @@ _TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 
 
 class IndexedTokens:
-    """The documents of an indexed data set: ``PREFIX.idx`` and ``PREFIX.bin``.
-
-    Attributes:
-        documents: number of documents.
-
-    Raises:
-        TaskError: there is none, or it is something else.
-    """
+    """The documents of an indexed data set, ``PREFIX.idx`` and ``PREFIX.bin``; TaskError if it is none."""
 
     def __init__(self, prefix: Path) -> None:
         try:
@@ -43,7 +36,7 @@ class IndexedTokens:
         except (OSError, ValueError, IndexError) as error:
             raise TaskError(f"data {prefix} cannot be read: {error}; expected PREFIX.idx and PREFIX.bin") from error
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[bounds]
-        self.documents = documents - 1
+        self.documents = documents - 1  # number of documents
 
     def document(self, number: int) -> np.ndarray:
         return self._tokens[self._starts[number] : self._starts[number + 1]]

@@ -58,9 +58,6 @@ class LayeredPass:
     Args:
         layers: the model's layers.
         pieces: number of pieces of a pass, 1 to the number of layers.
-
-    Attributes:
-        result: joined results of the latest functions that have ended.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module], pieces: int) -> None:
@@ -68,7 +65,7 @@ class LayeredPass:
         self._running: list[greenlet] = []
         self._results: list[Any] = []
         self._joined: Callable[[list[Any]], Any] = list
-        self.result: Any = None
+        self.result: Any = None  # of the latest functions that have ended, joined
         cuts = [layers[piece * len(layers) // self.pieces] for piece in range(1, self.pieces)]
         self._hooks = [layer.register_forward_pre_hook(self._pause) for layer in cuts]
 

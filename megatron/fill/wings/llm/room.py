@@ -34,21 +34,15 @@ class KeyValueRoom:
     Args:
         caches: each model's cache; all have the same pages.
         spare: columns that a sequence needs besides its tokens, for the nodes of a tree.
-
-    Attributes:
-        batch: largest number of sequences.
-        active: admitted sequences, oldest first.
-        waiting: sequences to admit, the next one first.
-        peak_bytes: the most bytes ever held.
     """
 
     def __init__(self, caches: Sequence[PagedCache], batch: int, spare: int) -> None:
         self._caches, self._spare = list(caches), spare
         self._most_bytes: int | None = None  # at any moment, also while the number of pages changes
-        self.batch = batch
-        self.active: list[GeneratedSequence] = []
-        self.waiting: deque[GeneratedSequence] = deque()
-        self.peak_bytes = 0
+        self.batch = batch  # largest number of sequences
+        self.active: list[GeneratedSequence] = []  # in the order in which they were admitted
+        self.waiting: deque[GeneratedSequence] = deque()  # the next one first
+        self.peak_bytes = 0  # the most bytes ever held
         self._free: set[int] = set()
         self._place = 0  # pages of the places that lie evenly apart; 0 for none
         self._share = 1.0  # of the tokens that it may have, a sequence has in the end

@@ -17,24 +17,19 @@ class FolderTokenizer:
 
     Args:
         ends: ids that end a text besides the tokenizer's own.
-
-    Attributes:
-        inner: the tokenizer of ``transformers``.
-        size: vocabulary size.
-        eos_ids: ids that end a text.
-        begins: the id that a text without tokens begins with, or None.
-        closed: True if ids from ``size`` on stand for nothing, though a model may have them.
     """
+
+    closed = False  # True if ids from ``size`` on stand for nothing, though a model may have them
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
         self.inner = tokenizer
         self._anchor: list[int] | None = None
         self._special: list[str] | None = None
-        self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # there may be holes
+        self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # of the vocabulary, which may have holes
         own = tokenizer.eos_token_id
         self.eos_ids = ends | (frozenset() if own is None else frozenset([own]))
+        # What a text without tokens begins with.
         self.begins = next((one for one in (tokenizer.bos_token_id, *sorted(self.eos_ids)) if one is not None), None)
-        self.closed = False
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt."""
@@ -123,9 +118,10 @@ class ByteTokenizer:
         end: the id that ends a text; no byte of UTF-8.
     """
 
+    closed = True
+
     def __init__(self, size: int, end: int) -> None:
-        self.size, self._end = size, end
-        self.eos_ids, self.closed = frozenset([end]), True
+        self.size, self._end, self.eos_ids = size, end, frozenset([end])
         self.begins: int | None = end
 
     def encode(self, text: str) -> list[int]:
