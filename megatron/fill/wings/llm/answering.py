@@ -215,7 +215,7 @@ class Answering:
         return sequence
 
     def _choice(self, sequence: GeneratedSequence, request: Request) -> Choice:
-        assert sequence.finish is not None
+        assert sequence.finish == "stop" or sequence.finish == "length"
         notes = None if request.logprobs is None else logprobs_of(sequence, self._tokenizer)
         vector = None
         if sequence.pooled is not None:
