@@ -220,7 +220,7 @@ def _long_sequences(model: Any, length: int) -> list[list[int]]:
 
 
 def _long_ways(runner: ModelRunner, sequences: list[list[int]]) -> Iterator[_Found]:
-    """What they have in common in chunks, and their ends as a tree."""
+    """The logits of their common beginning in chunks, and of their ends as a tree."""
     length = len(sequences[0])
     tables = _tables(runner, [1, length + 3 * _TAIL])
     chunk = max(1, min(256, length // 3))  # the first one ends before whatever changes
