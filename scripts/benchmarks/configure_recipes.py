@@ -3,9 +3,9 @@
 Of the folder it reads ``performance-summary.md`` and ``performance-summary-archive.md`` (``docs/`` of
 <https://github.com/NVIDIA-NeMo/Megatron-Bridge>): layouts and measured throughput by model, system, precision, batch
 and number of GPUs.  Of equal trainings the newest counts.  The tables say nothing of flags: those of the performance
-recipes there, in the release of a table's container, are in ``_RECIPES``, and all are taken to have the flags that
-overlap other exchanges.  A training is *not expressible* if its model's attention, layers or optimizer are, or its
-precision, or if it is fully sharded.
+recipes there, in the release of a table's container, are in ``_RECIPES`` and ``_NO_TENSOR_OVERLAP``, and all are taken
+to have the flags that overlap other exchanges.  A training is *not expressible* if its model's attention, layers or
+optimizer are, or its precision, or if it is fully sharded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ALL = (
     "--bf16 --grad-reduce-in-bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --normalization RMSNorm "
     "--no-create-attention-mask-in-dataloader --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
-    "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap "
+    "--overlap-grad-reduce --overlap-param-gather "
 )
 _LLAMA = _ALL + "--group-query-attention --num-query-groups 8 --vocab-size 128256 "
 _EXPERTS = _ALL + ("--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --expert-tensor-parallel-size 1 ")
@@ -78,6 +78,7 @@ _HYBRID = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybrid
 _GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess"
 _WHOLE = "--cuda-graph-impl full_iteration"
 _HIDDEN_WHOLE = f"{_HYBRID} {_HIDDEN} {_WHOLE}"
+_OUTPUT = "--fp8-output-proj"
 _UP = "--recompute-granularity selective --recompute-modules mla_up_proj"
 # Flags of the recipes by which a training was published, in the release of its container: those that change which
 # layouts there are, or their times.
@@ -100,13 +101,15 @@ _RECIPES = {
     "Qwen3_235B_a22B on 256 B200, MXFP8, 8192": _ALL_TO_ALL,
     "Qwen3_235B_a22B on 256 H100, FP8, 8192": f"{_ALL_TO_ALL} {_HIDDEN}",
     "Qwen3_235B_a22B on 256 H100, FP8, 2048": f"{_ALL_TO_ALL} {_HIDDEN}",
-    "DeepSeekV3 on 256 GB300, MXFP8, 4096": _HIDDEN_WHOLE,
-    "DeepSeekV3 on 256 GB300, MXFP8, 15360": _HIDDEN_WHOLE,
-    "DeepSeekV3 on 256 GB200, MXFP8, 4096": f"{_HIDDEN_WHOLE} {_UP}",
+    "DeepSeekV3 on 256 GB300, MXFP8, 4096": f"{_HIDDEN_WHOLE} {_OUTPUT}",
+    "DeepSeekV3 on 256 GB300, MXFP8, 15360": f"{_HIDDEN_WHOLE} {_OUTPUT}",
+    "DeepSeekV3 on 256 GB200, MXFP8, 4096": f"{_HIDDEN_WHOLE} {_OUTPUT} {_UP}",
     "DeepSeekV3 on 256 B300, MXFP8, 4096": f"{_HYBRID} {_GRAPHS} {_UP}",
     "DeepSeekV3 on 256 B200, MXFP8, 4096": f"{_DEEP} {_HIDDEN} {_GRAPHS} {_UP} mlp",
     "DeepSeekV3 on 256 B200, MXFP8, 2048": f"{_ALL_TO_ALL} {_UP}",
 }
+# Those whose recipes, in all releases, leave what tensor-parallel ranks exchange beside nothing.
+_NO_TENSOR_OVERLAP = ("DeepSeekV3", "Qwen3_235B_a22B on 256 H100")
 _FIRST = 5
 _LARGE = 128  # GPUs; constants come from the times of trainings on more, but nothing from their layouts
 _SHAPE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
@@ -136,6 +139,7 @@ class Published:
             raise ConfigError(f"{self.model} in {self.precision}: expected a model and a precision that flags express")
         flags = f"{_MODELS[self.model]} {_PRECISIONS[self.precision]} --seq-length {self.sequence} "
         flags += f"--global-batch-size {self.batch} {_RECIPES.get(self.name, '')}"
+        flags += "" if self.name.startswith(_NO_TENSOR_OVERLAP) else " --tp-comm-overlap"
         return read_flags(flags.split())
 
     def cluster(self) -> Cluster:

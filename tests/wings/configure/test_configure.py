@@ -126,13 +126,16 @@ def test_experts_of_fewer_tensor_ranks_number_the_ranks_anew():
 
 
 def test_a_last_stage_with_a_large_output_gets_fewer_layers():
-    assert _balanced(80, 8, 1, 2.4) == (10, 10, 10, 10, 10, 11, 11, 8)
-    assert _balanced(80, 8, 1, 2.1) == (10, 10, 10, 10, 10, 10, 11, 9)  # as NVIDIA's recipe divides Llama 3's
-    assert _balanced(14, 2, 3, 2.5) == (2, 2, 3, 2, 3, 2)
-    assert _balanced(61, 4, 4, 2.5) == (4, 4, 4, 4, 4, 4, 4, 3, 4, 4, 4, 3, 4, 4, 4, 3)
-    assert _balanced(48, 8, 3, 0.5) is None  # another rank would have a layer more
+    assert _balanced(80, 8, 1, 2.4) == [(10, 10, 10, 10, 10, 11, 11, 8)]
+    assert _balanced(80, 8, 1, 2.1) == [(10, 10, 10, 10, 10, 10, 11, 9)]  # as NVIDIA's recipe divides Llama 3's
+    assert _balanced(14, 2, 3, 2.5) == [(2, 3, 3, 3, 3, 0), (2, 2, 3, 2, 3, 2)]
+    recipe, even = _balanced(61, 4, 4, 3.5)
+    assert recipe == (4,) * 15 + (1,)  # as NVIDIA's recipe divides DeepSeek-V3's
+    assert even == (4, 4, 4, 4, 4, 4, 4, 3, 4, 4, 4, 3, 4, 4, 4, 3)
+    assert _balanced(48, 8, 3, 0.5) == []  # another rank would have a layer more
     plain, small = (_last_layers(replace(SMALL, kernels=Kernels(fp8=fp8))) for fp8 in (False, True))
     assert small == 2 * plain == 2 * SMALL.output_flops(1) / SMALL.layer_flops(1)
+    assert _last_layers(replace(SMALL, kernels=Kernels(fp8=True, fp8_output=True))) == plain
     later = _last_layers(replace(SMALL, predicted=1))
     assert later == pytest.approx(1 + 2 * plain)
 
@@ -408,6 +411,30 @@ def test_an_all_to_all_reaches_less_of_the_links_of_a_node():
     assert inside == pytest.approx(between * 0.7 / 0.597)
 
 
+def test_ranks_exchange_half_as_much_around_experts_that_they_do_not_divide():
+    route = Route([(1e9, 0.0)])
+    experts = replace(SMALL, experts=8, experts_per_token=2)
+    shared = replace(experts, shared_width=SMALL.hidden)
+    its = Parallel(tp=2, pp=1, ep=2, expert_tp=1, global_batch=1, sequence_parallel=True)
+    half, *whole = (
+        overlap.tensor_exchange_s(model, one, route)
+        for model, one in ((experts, its), (shared, its), (experts, replace(its, ep=1, expert_tp=2)), (SMALL, its))
+    )
+    assert whole == pytest.approx([2 * half] * 3)
+
+
+def test_what_is_sent_to_experts_is_beside_the_passes_of_two_microbatches(monkeypatch):
+    """By hand: one way takes 3 s; the attention of a forward pass hides 1 s of it, that of a backward pass all."""
+    monkeypatch.setattr(overlap, "dispatch_s", lambda *_: 3.0)
+    experts = replace(SMALL, experts=8, experts_per_token=2, kernels=Kernels(overlaps=Overlaps(experts=True)))
+    its = Parallel(pp=1, dp=2, ep=2, global_batch=2000)
+    routes = lay_out(Links.uniform(NETWORKS["dgx-a100"], 1), its, range(2)).stages[0]
+    parts = {"core_attn": Part(1.0, 3.0), "moe": Part(2.0, 3.0), "moe_act": Part(9.0, 9.0)}
+    left = 2.0 + 1.0 + 0.003  # and of the last, that of one microbatch of 1,000
+    both = left + overlap.HELD * (12.0 - left)
+    assert overlap.layer_exchange_s(experts, its, routes, parts) == pytest.approx((both / 2,) * 2)
+
+
 def test_what_8_bit_products_gather_is_half_as_large_with_sequence_parallelism(monkeypatch):
     monkeypatch.setattr(overlap, "_BEGIN_S", 0.0)
     small = replace(SMALL, kernels=Kernels(transformer_engine=True, fp8=True))
@@ -602,6 +629,19 @@ def test_flags_are_neutral_or_named_as_not_weighed():
     assert found.ignored == ("--expert-tensor-parallel-size", "--use-precision-aware-optimizer")
     assert found.fixed["expert_tp"] == 1
     assert "--use-precision-aware-optimizer" in found.others
+
+
+def test_an_output_layer_in_fp8_has_8_bit_copies_of_its_weights():
+    flags = "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --untie-embeddings-and-output-weights"
+    model, same, other = (
+        padded(read_flags([*FLAGS.split(), *flags.split(), *more]), 1)
+        for more in ([], ["--fp8-output-proj", "--fp8-recipe", "delayed"], ["--fp8-output-proj"])
+    )
+    assert (same.kernels.fp8_output, other.kernels.fp8_output) == (False, True)
+    its = Parallel(pp=2, global_batch=2)
+    (first, last), (first_too, with_copies) = (memory(one, its) for one in (model, other))
+    assert first_too == first
+    assert with_copies.total_bytes - last.total_bytes == 2 * model.embedding_parameters
 
 
 def test_gradients_in_half_precision_and_weights_in_fp8_take_less():

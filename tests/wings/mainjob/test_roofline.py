@@ -176,6 +176,16 @@ def test_products_of_8_bit_numbers_take_less_and_the_making_of_these_numbers(per
     assert plain.backward_s - small.backward_s == pytest.approx(2 * product_s * (1 - 1 / rate) - made_s)
 
 
+def test_an_output_layer_in_8_bit_numbers_takes_less():
+    small = replace(LARGE, kernels=Kernels(fp8=True))
+    with_output = replace(LARGE, kernels=Kernels(fp8=True, fp8_output=True))
+    saved_ns = cost(small, is_last=True).forward_ns - cost(with_output, is_last=True).forward_ns
+    made_ns = 1e9 * 3 * 2 * LARGE.sequence * LARGE.hidden / (A100.traffic * A100.memory_bandwidth)
+    product_ns = 1e9 * LARGE.output_flops(2) / (0.5 * A100.peak_flops)
+    assert saved_ns == pytest.approx(product_ns * (1 - 1 / 1.8) - made_ns, rel=1e-6)
+    assert cost(small) == cost(with_output)
+
+
 def test_recomputation_adds_the_forward_passes_of_what_it_names():
     plain = cost(exchange=1e-3)
     full = cost(its=replace(ITS, recompute=Recompute.FULL), exchange=1e-3)

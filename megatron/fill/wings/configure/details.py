@@ -56,6 +56,7 @@ def _kernels(model: ModelSpec, given: Given) -> Kernels:
         limit = _value(given, "--wgrad-deferral-limit") or "0"
         deferred = int(limit) or None if limit.isdecimal() and limit.isascii() else None
     fp8 = engine and _value(given, "--fp8-format") is not None
+    recipe = _value(given, "--fp8-recipe") or "delayed"
     fused_loss = "--cross-entropy-loss-fusion" in given
     engine_loss = fused_loss and _value(given, "--cross-entropy-fusion-impl") == "te"
     return Kernels(
@@ -71,7 +72,8 @@ def _kernels(model: ModelSpec, given: Given) -> Kernels:
         deterministic=deterministic,
         fp8_weights="--fp8-param-gather" in given,
         fp8=fp8,
-        fp8_per_tensor=fp8 and (_value(given, "--fp8-recipe") or "delayed") in ("delayed", "tensorwise"),
+        fp8_output=fp8 and recipe == "mxfp8" and "--fp8-output-proj" in given,
+        fp8_per_tensor=fp8 and recipe in ("delayed", "tensorwise"),
         grouped="--moe-grouped-gemm" in given,
         dispatcher=_dispatcher(given),
         graphs=_graphs(given),

@@ -40,6 +40,7 @@ _WITH = {
     "--num-query-groups": "--group-query-attention",
     "--overlap-param-gather": "--overlap-grad-reduce",
     "--fp8-param-gather": "--fp8-format",
+    "--fp8-output-proj": "--fp8-format",
 }
 _NEUTRAL = re.compile(
     "--(?:"

@@ -33,6 +33,7 @@ _REACHED, _COPIED, _GATHERED, _SENT, _BEGIN_S = 0.7, 0.56, 0.673, 0.597, 22e-6
 # Transformer Engine scatters (Megatron-Bridge's ``comm_overlap.py``, ``PipelineOverlapCfg.num_splits``), which is half
 # of all.  What is gathered comes in rings that begin with a rank's own part, and backward beside other products.
 _LAST_PIECE = 1 / 8
+_BESIDE_NO_TENSOR = "core_attn", "moe", "moe_act"  # parts without products that hide what tensor parallelism exchanges
 
 
 def expert_problem(model: ModelSpec, its: Parallel) -> str:
@@ -101,14 +102,19 @@ def exposed_s(exchange_s: float, beside_s: float, share: float) -> float:
 
 
 def tensor_exchange_s(model: ModelSpec, its: Parallel, route: Route) -> float:
-    """Return the seconds of what tensor-parallel ranks exchange in one pass of one layer, hidden or not."""
+    """Return the seconds of what tensor-parallel ranks exchange in one pass of one layer, hidden or not.
+
+    Experts that they do not divide take the tokens that each rank has, and leave that of the attention alone, and of
+    shared experts (Megatron-core 0.19, ``transformer/moe/token_dispatcher.py``).
+    """
     if its.tp == 1:
         return 0.0
+    reduces = 1 if model.experts and its.expert_width == 1 and not model.shared_width else ALL_REDUCES
     ring = 2 * (its.tp - 1) / its.tp
     collectives, more = (2, _REACHED / _GATHERED) if its.sequence_parallel else (1, _REACHED * (1 + _COPIED / ring))
     gathered = _EIGHT_BITS if model.kernels.fp8 and its.sequence_parallel else 1.0
     size = more * gathered * boundary_bytes(model, its)
-    return ALL_REDUCES * (collectives * _BEGIN_S + all_reduce_s(route, its.tp, size))
+    return reduces * (collectives * _BEGIN_S + all_reduce_s(route, its.tp, size))
 
 
 def layer_exchange_s(
@@ -117,7 +123,8 @@ def layer_exchange_s(
     """Return the seconds of exchange in the forward and in the backward pass of one layer that are not hidden.
 
     Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); in
-    pieces, products may hide it, in the forward pass all but ``_LAST_PIECE``.  Context parallelism passes keys and
+    pieces, products that it comes before and after may hide it, which experts' are not, in the forward pass all but
+    ``_LAST_PIECE``.  Context parallelism passes keys and
     values round, and in the backward pass their gradients too, while it computes the attention to those before.
     Experts are sent their tokens, and send them back (``dispatch_s``); with a second microbatch under way, its passes
     hide it (``expert_problem``).
@@ -135,16 +142,35 @@ def layer_exchange_s(
         return keys_s + experts_s, 2 * keys_s + experts_s
     reduce_s = tensor_exchange_s(model, its, routes.tensor)
     tensor = overlaps.tensor and its.sequence_parallel
-    hidden = overlaps.experts and not expert_problem(model, its)
+    if overlaps.experts and not expert_problem(model, its):
+        experts_s = _hidden_dispatches_s(its, experts_s / 2, parts) / 2
     found = []
     for ring_s, name, last in ((keys_s, "forward_s", _LAST_PIECE), (2 * keys_s, "backward_s", 0.0)):
         attention_s = getattr(parts["core_attn"], name)
-        products_s = sum(getattr(part, name) for key, part in parts.items() if key != "moe_act") - attention_s
-        tensor_s = exposed_s(reduce_s, products_s, last) if tensor else reduce_s
+        beside_s = sum(getattr(part, name) for key, part in parts.items() if key not in _BESIDE_NO_TENSOR)
+        tensor_s = exposed_s(reduce_s, beside_s, last) if tensor else reduce_s
         context_s = exposed_s(ring_s, attention_s * (its.cp - 1) / its.cp, 0.0)
-        sent_s = exposed_s(experts_s, products_s + attention_s, 1 / its.microbatches) if hidden else experts_s
-        found.append(tensor_s + context_s + sent_s)
+        found.append(tensor_s + context_s + experts_s)
     return found[0], found[1]
+
+
+def _hidden_dispatches_s(its: Parallel, one_s: float, parts: Mapping[str, Part]) -> float:
+    """Return the seconds that sending tokens four times adds to the passes of two microbatches, one forward, one back.
+
+    Megatron runs a layer of each at once.  What comes back in the backward pass is beside the attention of the other's
+    forward pass, both ways to the experts are beside these, and what comes back in the forward pass is beside the
+    attention's backward pass (Megatron-core 0.19, ``models/common/model_chunk_schedule_plan.py``).
+
+    Args:
+        one_s: seconds of sending them once.
+    """
+    computed = {"routed": Part(), "rest": Part()}
+    for name, part in parts.items():
+        if name != "moe_act":  # a part of the experts
+            computed["routed" if name in ("moe", "shared_experts") else "rest"] += part
+    routed, rest = computed["routed"], computed["rest"]
+    beside = ((1, rest.forward_s), (2, routed.forward_s + routed.backward_s), (1, rest.backward_s))
+    return sum(exposed_s(times * one_s, beside_s, 1 / its.microbatches) for times, beside_s in beside)
 
 
 def dispatch_s(model: ModelSpec, its: Parallel, routes: StageRoutes) -> float:

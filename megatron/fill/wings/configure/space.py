@@ -130,8 +130,8 @@ def _splits(model: ModelSpec, fixed: Mapping[str, Any], pp: int) -> dict[int, li
             continue
         if ends is not None and (chunk == 1 or by_hand or (not ends and (given or layers % (pp * chunk) == 0))):
             found[chunk].append(ends | {"stage_layers": given})
-        if not divided and (balanced := _balanced(layers, pp, chunk, last)) is not None:
-            found[chunk].append({"stage_layers": balanced})
+        if not divided:
+            found[chunk] += [{"stage_layers": its} for its in _balanced(layers, pp, chunk, last)]
     return found
 
 
@@ -159,15 +159,17 @@ def _grouped(
 
 def _last_layers(model: ModelSpec) -> float:
     """Return the layers that take as long as what the last stage has beside its own; 8-bit layers take half."""
-    outputs = model.output_flops(1) * (2 if model.kernels.fp8 else 1) * (1 + model.predicted)
+    kernels = model.kernels
+    outputs = model.output_flops(1) * (2 if kernels.fp8 and not kernels.fp8_output else 1) * (1 + model.predicted)
     return outputs / model.layer_flops(1) + model.predicted
 
 
-def _balanced(layers: int, pp: int, chunks: int, last: float) -> tuple[int, ...] | None:
+def _balanced(layers: int, pp: int, chunks: int, last: float) -> list[tuple[int, ...]]:
     """Return layers of the virtual stages with which the last rank has as much to do as others, output included.
 
-    Ranks and chunks that have a layer more are the last ones, which hold the fewest microbatches.  None if others would
-    have as much as the last one has if layers are divided evenly, or would not gain half a layer.
+    Its own are divided evenly among its chunks, or its last chunk has as much to do as others.  Ranks and chunks that
+    have a layer more are the last ones, which hold the fewest microbatches.  None if others would have as much as the
+    last one has if layers are divided evenly, or would not gain half a layer.
 
     Args:
         last: layers that take as long as what the last stage has beside its own.
@@ -175,15 +177,21 @@ def _balanced(layers: int, pp: int, chunks: int, last: float) -> tuple[int, ...]
     slowest = {own: max(own + last, -(-(layers - own) // (pp - 1))) for own in range(layers // pp + 1)}
     least = min(slowest.values())
     if layers % pp == 0 and layers // pp + last - least < 0.5:
-        return None
+        return []
     own = max(own for own, its in slowest.items() if its <= least + _SLOWER)
     each, rest = divmod(layers - own, pp - 1)
     ranks = [each + (rank >= pp - 1 - rest) for rank in range(pp - 1)]
-    virtual: list[int] = []
-    for chunk in range(chunks):
-        virtual += [count // chunks + (chunk >= chunks - count % chunks) for count in ranks]
-        virtual.append(own // chunks + (chunk < own % chunks))  # its last chunk has the output
-    return tuple(virtual)
+    ends = {own // chunks, max(0, round((own + last) / chunks - last))} if chunks > 1 else {own}
+    found = []
+    for end in sorted(ends):
+        virtual: list[int] = []
+        for chunk in range(chunks):
+            virtual += [count // chunks + (chunk >= chunks - count % chunks) for count in ranks]
+            before = own - end  # on the last rank's chunks before the one with the output
+            here = end if chunk == chunks - 1 else before // (chunks - 1) + (chunk < before % (chunks - 1))
+            virtual.append(here)
+        found.append(tuple(virtual))
+    return found
 
 
 def _choices(name: str, found: list[int], fixed: Any) -> list[int]:

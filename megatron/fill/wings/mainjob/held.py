@@ -262,8 +262,12 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     parameters = stage_parameters(model, its, rank)
     divided = optimizer_parameters(model, its, rank)
     precision = its.precision
-    copied = model.kernels.fp8 and not model.kernels.fp8_weights
-    copies = model.kernels.fp8_copies * parameters if copied else 0.0  # as 8-bit numbers
+    copied = 0.0  # weights that are there as 8-bit numbers too
+    if model.kernels.fp8 and not model.kernels.fp8_weights:
+        copied = parameters
+    elif model.kernels.fp8_output and its.placement[-1] == rank:  # the output layer's are never 8-bit ones themselves
+        copied = model.embedding_parameters / its.tp
+    copies = model.kernels.fp8_copies * copied
     weights = parameters * precision.weight_bytes
     if model.kernels.fp8_weights:  # which those of embeddings are not
         whole = embeddings(model, its, rank) * model.embedding_parameters / its.tp

@@ -41,6 +41,7 @@ class Kernels:
         fp8: True if matrix products take 8-bit numbers: Transformer Engine keeps their inputs as such, and copies of
             the weights, which the passes of an iteration share (its ``module/base.py``).
         fp8_weights: True if weights are 8-bit numbers themselves, ``fp8_copies`` times, with no others.
+        fp8_output: True if the output layer's product takes 8-bit numbers too.
         fp8_per_tensor: True if 8-bit numbers have one scale for a whole tensor.
         fp8_copies: number of 8-bit copies of a weight: 2, one for each order in which it is read; 1 where products read
             it in both and it has one scale (Transformer Engine's ``nvte_is_non_tn_fp8_gemm_supported``).
@@ -68,6 +69,7 @@ class Kernels:
     deterministic: bool = False
     fp8: bool = False
     fp8_weights: bool = False
+    fp8_output: bool = False
     fp8_per_tensor: bool = False
     fp8_copies: int = 2
     grouped: bool = False

@@ -193,6 +193,7 @@ def layer_parts(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float
 
 
 def _roofline(gpu: GpuKind, its: Parallel, efficiency: float, kernels: Kernels | None = None) -> _Roofline:
+    """Return the bounds of kernels, whose products are in FP8 if ``kernels`` say so; of 16-bit ones without them."""
     numbers = its.precision.weight_bytes, its.precision.gradient_bytes
     faster = 1.0
     if kernels is not None and kernels.fp8:
@@ -316,7 +317,7 @@ def _output(model: ModelSpec, gpu: GpuKind, its: Parallel, efficiency: float) ->
     """Return the output layer and the loss."""
     if not model.vocabulary:
         return Part()
-    roof, tokens = _roofline(gpu, its, efficiency), its.microbatch * model.sequence / its.cp
-    columns = model.vocabulary / its.tp
+    tokens, columns = its.microbatch * model.sequence / its.cp, model.vocabulary / its.tp
+    roof = _roofline(gpu, its, efficiency, model.kernels if model.kernels.fp8_output else None)
     logits = _LOSS_PASSES * 4 * tokens * columns
     return roof.product(tokens, columns, model.hidden) + roof.traffic(logits, logits)
