@@ -15,20 +15,14 @@ from megatron.fill.wings.mainjob.parallel import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices of a plan.
-
-    Attributes:
-        network: the interconnect, or None if transfers and all-reduces take no time.
-        efficiency: achieved fraction of the GPU's peak FLOP/s.
-        memory_bytes: memory of one device; None for the GPU kind's own.
-    """
+    """The devices of a plan."""
 
     devices: int
     gpu: GpuKind
-    network: Network | None
-    efficiency: float = 0.45
+    network: Network | None  # the interconnect, or None if transfers and all-reduces take no time
+    efficiency: float = 0.45  # achieved fraction of the GPU's peak FLOP/s
     precision: Precision = Precision.BF16
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # memory of one device; None for the GPU kind's own
 
     def __post_init__(self) -> None:
         if self.devices < 1:

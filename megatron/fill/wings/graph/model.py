@@ -16,34 +16,22 @@ _NAME = re.compile(r"[^\s:]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator; all costs but the parameters are per sample.
-
-    Attributes:
-        inputs: names of the operators whose output it takes.
-        forward_flops: floating-point operations of the forward pass.
-        backward_flops: floating-point operations of the backward pass; None for twice the forward pass's.
-        forward_s: measured seconds of the forward pass, which replace the estimate from operations and traffic.
-        backward_s: measured seconds of the backward pass; None for twice the forward pass's.
-        parameters: number of parameters.
-        lookup: True if its parameters are looked up, as in an embedding: a pass does not read all of them.
-        moved_bytes: memory traffic of the forward pass in addition to parameters, inputs and output.
-        output_bytes: size of the output, which is sent to each stage with an operator that takes it.
-        kept_bytes: memory kept from the forward to the backward pass; None for the output's size.
-        frozen: True if its parameters are not trained, so it has no backward pass.
-    """
+    """An operator; all costs but the parameters are per sample."""
 
     name: str
-    inputs: tuple[str, ...] = ()
-    forward_flops: float = 0.0
+    inputs: tuple[str, ...] = ()  # names of the operators whose output it takes
+    forward_flops: float = 0.0  # floating-point operations of the forward pass
+    # Floating-point operations of the backward pass; None for twice the forward pass's.
     backward_flops: float | None = None
+    # Measured seconds of the forward pass, which replace the estimate from operations and traffic.
     forward_s: float | None = None
-    backward_s: float | None = None
-    parameters: int = 0
-    lookup: bool = False
-    frozen: bool = False
-    moved_bytes: float = 0.0
-    output_bytes: float = 0.0
-    kept_bytes: float | None = None
+    backward_s: float | None = None  # measured seconds of the backward pass; None for twice the forward pass's
+    parameters: int = 0  # number of parameters
+    lookup: bool = False  # True if its parameters are looked up, as in an embedding: a pass does not read all of them
+    frozen: bool = False  # True if its parameters are not trained, so it has no backward pass
+    moved_bytes: float = 0.0  # memory traffic of the forward pass in addition to parameters, inputs and output
+    output_bytes: float = 0.0  # size of the output, which is sent to each stage with an operator that takes it
+    kept_bytes: float | None = None  # memory kept from the forward to the backward pass; None for the output's size
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -77,9 +65,6 @@ class ModelGraph:
 
     A set of operators is an ``int`` with a bit for each, by position.
 
-    Attributes:
-        ahead: frozen operators outside all stages: every device holds them, and their passes run ahead, in bubbles.
-
     Raises:
         GraphError: there are no operators, two have the same name, an input is unknown, there is a cycle, or a frozen
             operator takes the output of one that is trained.
@@ -87,6 +72,7 @@ class ModelGraph:
 
     name: str
     operators: tuple[Operator, ...]
+    # Frozen operators outside all stages: every device holds them, and their passes run ahead, in bubbles.
     ahead: tuple[Operator, ...] = ()
 
     def __post_init__(self) -> None:

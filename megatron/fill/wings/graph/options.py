@@ -23,15 +23,11 @@ class Choice(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The stages of a part of a plan, shared between the plans that contain it.
-
-    Attributes:
-        parts: links whose stages come before ``choice``, upstream first.
-        moved: positions of operators in ``parts``, and positions of the like operators that replace them.
-    """
+    """The stages of a part of a plan, shared between the plans that contain it."""
 
     choice: Choice | None
-    parts: tuple[Link, ...] = ()
+    parts: tuple[Link, ...] = ()  # links whose stages come before ``choice``, upstream first
+    # Positions of operators in ``parts``, and positions of the like operators that replace them.
     moved: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def choices(self) -> Iterator[Choice]:
@@ -49,15 +45,10 @@ class Link(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A way to run a part of the model.
+    """A way to run a part of the model."""
 
-    Attributes:
-        devices: number of devices used.
-        need: samples in flight in a stage upstream, per microbatch size that this stage may have.
-    """
-
-    devices: int
-    need: tuple[int, ...]
+    devices: int  # number of devices used
+    need: tuple[int, ...]  # samples in flight in a stage upstream, per microbatch size that this stage may have
     link: Link
 
 

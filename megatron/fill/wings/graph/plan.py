@@ -21,21 +21,13 @@ _LINE = re.compile(r"(\d+): devices (\S+), micro-batch (\d+), (\d+)F(\d+)B, in f
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the model on devices of its own.
+    """A part of the model on devices of its own."""
 
-    Attributes:
-        operators: names of the operators.
-        devices: device numbers from 0; a microbatch is divided over them.
-        micro_batch: samples per microbatch.
-        k: the *k* of kFkB: ``k`` forward passes alternate with ``k`` backward passes.
-        in_flight: maximum samples between their forward and their backward pass.
-    """
-
-    operators: tuple[str, ...]
-    devices: tuple[int, ...]
-    micro_batch: int
-    k: int
-    in_flight: int
+    operators: tuple[str, ...]  # names of the operators
+    devices: tuple[int, ...]  # device numbers from 0; a microbatch is divided over them
+    micro_batch: int  # samples per microbatch
+    k: int  # the *k* of kFkB: ``k`` forward passes alternate with ``k`` backward passes
+    in_flight: int  # maximum samples between their forward and their backward pass
 
 
 @dataclass(frozen=True)
@@ -58,19 +50,15 @@ class Plan:
 
     If frozen operators run ahead, outside all stages, a line with ``ahead:`` and their names follows.
 
-    Attributes:
-        batch: samples per iteration.
-        sequential: True if each stage also waits for the one before it, as in a pipeline that is a chain.
-
     Raises:
         GraphError: the plan is not valid; the error names the condition, stages and operators, and shows the plan.
     """
 
     graph: ModelGraph
     cluster: Cluster
-    batch: int
+    batch: int  # samples per iteration
     stages: tuple[Stage, ...]
-    sequential: bool = False
+    sequential: bool = False  # True if each stage also waits for the one before it, as in a pipeline that is a chain
 
     def __post_init__(self) -> None:
         if problem := self._problem():

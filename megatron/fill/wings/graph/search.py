@@ -25,19 +25,12 @@ _TIMED = 6  # plans that are simulated per limit
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        timeline: timeline of the plan with the shortest iteration that was found.
-        bottleneck_s: shortest time per sample of any plan, within the tolerance.
-        steps: number of limits tried.
-        lined: groups of operators that are not series-parallel and were put into a line.
-    """
-
-    timeline: GraphTimeline
-    bottleneck_s: float
-    steps: int
-    lined: tuple[tuple[str, ...], ...] = ()
+    timeline: GraphTimeline  # timeline of the plan with the shortest iteration that was found
+    bottleneck_s: float  # shortest time per sample of any plan, within the tolerance
+    steps: int  # number of limits tried
+    lined: tuple[tuple[str, ...], ...] = ()  # groups of operators that are not series-parallel and were put into a line
 
     @property
     def plan(self) -> Plan:

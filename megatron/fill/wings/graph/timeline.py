@@ -19,18 +19,13 @@ class GraphTimeline:
     """The timeline of an iteration, beginning when all stages have left the previous one's gradient all-reduce.
 
     A stage's passes, all-reduce and bubbles together make up the period.
-
-    Attributes:
-        spans: passes of each stage in order.
-        waits: bubbles of each stage in order.
-        reduce_ns: duration of each stage's all-reduce.
     """
 
     plan: Plan
     period_ns: int
-    spans: tuple[tuple[PassSpan, ...], ...]
-    waits: tuple[tuple[Wait, ...], ...]
-    reduce_ns: tuple[int, ...]
+    spans: tuple[tuple[PassSpan, ...], ...]  # passes of each stage in order
+    waits: tuple[tuple[Wait, ...], ...]  # bubbles of each stage in order
+    reduce_ns: tuple[int, ...]  # duration of each stage's all-reduce
 
     @property
     def samples_s(self) -> float:

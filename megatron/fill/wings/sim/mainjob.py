@@ -30,20 +30,6 @@ class MainJob:
     """A pipeline-parallel training on a cluster.
 
     Ranks are laid out as in Megatron: tensor-parallel ranks next to each other, then data-parallel ones, then stages.
-
-    Attributes:
-        efficiency: achieved fraction of ``GpuKind.peak_flops`` in a pass's computation, in any precision; communication
-            is added.
-        memory_reserve_bytes: memory per GPU outside the accounting: CUDA context, NCCL's buffers, workspaces, and the
-            allocator's waste.  The default is an assumption.
-        overlap_grad_reduce: share of the gradients' reduction that overlaps with passes.
-        optimizer_passes_bytes: memory traffic of the optimizer per parameter: the gradient norm reads gradients (4),
-            Adam reads gradients, weights and two moments (16) and writes the moments and the weights in both precisions
-            (14), and gradients are set to zero (4).
-        offload_optimizer: True if the optimizer's state is in host memory except during its step (PipeFill, section
-            4.1), so that bubbles can use its memory.  The copies are assumed to take no time.
-        rendezvous: True if a send waits for its receiver, as with gloo.
-        stragglers: factors of the stages whose passes take longer.
     """
 
     name: str
@@ -51,13 +37,21 @@ class MainJob:
     gpu: GpuKind
     network: Network
     parallel: Parallel
+    # Achieved fraction of ``GpuKind.peak_flops`` in a pass's computation, in any precision; communication is added.
     efficiency: float = 0.45
+    # Memory per GPU outside the accounting: CUDA context, NCCL's buffers, workspaces, and the allocator's waste. The
+    # default is an assumption.
     memory_reserve_bytes: int = 2 * GIB
-    overlap_grad_reduce: float = 0.0
+    overlap_grad_reduce: float = 0.0  # share of the gradients' reduction that overlaps with passes
+    # Memory traffic of the optimizer per parameter: the gradient norm reads gradients (4), Adam reads gradients,
+    # weights and two moments (16) and writes the moments and the weights in both precisions (14), and gradients are set
+    # to zero (4).
     optimizer_passes_bytes: float = 38.0
+    # True if the optimizer's state is in host memory except during its step (PipeFill, section 4.1), so that bubbles
+    # can use its memory. The copies are assumed to take no time.
     offload_optimizer: bool = False
-    rendezvous: bool = False
-    stragglers: tuple[tuple[int, float], ...] = ()
+    rendezvous: bool = False  # True if a send waits for its receiver, as with gloo
+    stragglers: tuple[tuple[int, float], ...] = ()  # factors of the stages whose passes take longer
 
     def __post_init__(self) -> None:
         for stage, factor in self.stragglers:

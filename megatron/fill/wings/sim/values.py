@@ -74,26 +74,18 @@ class SimJob:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeModel:
-    """The runtime's overheads and losses relative to a plan.
+    """The runtime's overheads and losses relative to a plan."""
 
-    Attributes:
-        reserve_ns: time in each bubble for waking up and pausing.
-        margin_bytes: part of the main job's free memory that is left for its growth.
-        harvest: share of a plan's work that is really done: bubbles end early, estimates are cautious.
-        step_efficiency: speed of a step in a bubble relative to its speed alone: cold caches, kernels that ramp up.
-            Plans are made with these longer steps.
-        start_s: time from a claim to the first step.
-        checkpoint_s: seconds between checkpoints; a job that loses its device resumes from its last checkpoint.
-        tail: True if a second job may use the time that the resident one leaves.
-    """
-
-    reserve_ns: int = RESERVE_NS
-    margin_bytes: int = MARGIN_BYTES
-    harvest: float = 1.0
+    reserve_ns: int = RESERVE_NS  # time in each bubble for waking up and pausing
+    margin_bytes: int = MARGIN_BYTES  # part of the main job's free memory that is left for its growth
+    harvest: float = 1.0  # share of a plan's work that is really done: bubbles end early, estimates are cautious
+    # Speed of a step in a bubble relative to its speed alone: cold caches, kernels that ramp up. Plans are made with
+    # these longer steps.
     step_efficiency: float = 1.0
-    start_s: float = 0.5
+    start_s: float = 0.5  # time from a claim to the first step
+    # Seconds between checkpoints; a job that loses its device resumes from its last checkpoint.
     checkpoint_s: float = 300.0
-    tail: bool = True
+    tail: bool = True  # True if a second job may use the time that the resident one leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,24 +140,17 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """The use of the time of a group's devices, in device seconds.
-
-    Attributes:
-        main_s: time in which the main job ran, including its bubbles.
-        bubble_s: bubbles within ``main_s``.
-        down_s: time in which the main job was down after a failure.
-        resident_s, tail_s: time within ``main_s`` in which a resident or tail job had the seat.
-        alone_s: time of the fill work done there on such a device alone: GPUs' worth times seconds.
-    """
+    """The use of the time of a group's devices, in device seconds."""
 
     name: str
     count: int
-    main_s: float
-    bubble_s: float
-    down_s: float
+    main_s: float  # time in which the main job ran, including its bubbles
+    bubble_s: float  # bubbles within ``main_s``
+    down_s: float  # time in which the main job was down after a failure
+    # Time within ``main_s`` in which a resident or tail job had the seat.
     resident_s: float
     tail_s: float
-    alone_s: float
+    alone_s: float  # time of the fill work done there on such a device alone: GPUs' worth times seconds
 
 
 @dataclass(frozen=True, slots=True)

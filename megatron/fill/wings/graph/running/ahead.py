@@ -36,16 +36,12 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """An operator whose passes run ahead.
-
-    Attributes:
-        inputs: the operators whose output it takes, which run ahead, too.
-        shape, dtype: shape and dtype of its output.
-    """
+    """An operator whose passes run ahead."""
 
     name: str
     module: torch.nn.Module
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # the operators whose output it takes, which run ahead, too
+    # Shape and dtype of its output.
     shape: tuple[int, int, int]
     dtype: torch.dtype = torch.float32
 

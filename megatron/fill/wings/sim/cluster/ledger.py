@@ -33,21 +33,16 @@ class JobEntry:
 
 @dataclass(slots=True)
 class MainEntry:
-    """A main job.
-
-    Attributes:
-        first, last: range of its devices' numbers; ``last`` is excluded.
-        since_s: time of the last start or stop; None before its first start and after its end.
-        token: number of starts and stops.
-        up_s, down_s: seconds up and down, of one device.
-    """
+    """A main job."""
 
     run: MainJobRun
+    # Range of its devices' numbers; ``last`` is excluded.
     first: int
     last: int
     up: bool = False
-    since_s: float | None = None
-    token: int = 0
+    since_s: float | None = None  # time of the last start or stop; None before its first start and after its end
+    token: int = 0  # number of starts and stops
+    # Seconds up and down, of one device.
     up_s: float = 0.0
     down_s: float = 0.0
 

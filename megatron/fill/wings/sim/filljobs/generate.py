@@ -28,37 +28,22 @@ _MOST_JOBS, _MOST_USERS = 10**7, 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """Parameters of synthetic jobs.  Exactly one of ``jobs``, ``per_hour`` and ``load`` sets their number.
+    """Parameters of synthetic jobs.  Exactly one of ``jobs``, ``per_hour`` and ``load`` sets their number."""
 
-    Attributes:
-        jobs: number of jobs.
-        per_hour: mean number of jobs per hour.
-        load: mean total size of the jobs as a share of the fleet's capacity (``fill_capacity``).
-        kinds: weights by name; empty for all kinds with equal weight.
-        median_s: median size, in seconds on an otherwise idle device.
-        sigma: standard deviation of the sizes' logarithm; 0 for equal sizes.
-        cap_s: maximum size in seconds.
-        daily: amplitude of the daily rhythm: 0 for a constant rate, up to 1 for none at the quietest time of the day.
-        peak_s: busiest time of the day.
-        deadline_share: share of jobs with a deadline.
-        deadline_factors: minimum and maximum deadline, as multiples of the size.
-        users: number of users; 0 for jobs without a user.
-        user_skew: exponent of Zipf's law; 0 for equally active users.
-    """
-
-    jobs: int | None = None
-    per_hour: float | None = None
-    load: float | None = None
-    kinds: Mapping[str, float] = field(default_factory=dict)
-    median_s: float = 600.0
-    sigma: float = 1.5
-    cap_s: float = inf
+    jobs: int | None = None  # number of jobs
+    per_hour: float | None = None  # mean number of jobs per hour
+    load: float | None = None  # mean total size of the jobs as a share of the fleet's capacity (``fill_capacity``)
+    kinds: Mapping[str, float] = field(default_factory=dict)  # weights by name; empty for all kinds with equal weight
+    median_s: float = 600.0  # median size, in seconds on an otherwise idle device
+    sigma: float = 1.5  # standard deviation of the sizes' logarithm; 0 for equal sizes
+    cap_s: float = inf  # maximum size in seconds
+    # Amplitude of the daily rhythm: 0 for a constant rate, up to 1 for none at the quietest time of the day.
     daily: float = 0.0
-    peak_s: float = 14 * 3600.0
-    deadline_share: float = 0.0
-    deadline_factors: tuple[float, float] = (4.0, 20.0)
-    users: int = 0
-    user_skew: float = 1.0
+    peak_s: float = 14 * 3600.0  # busiest time of the day
+    deadline_share: float = 0.0  # share of jobs with a deadline
+    deadline_factors: tuple[float, float] = (4.0, 20.0)  # minimum and maximum deadline, as multiples of the size
+    users: int = 0  # number of users; 0 for jobs without a user
+    user_skew: float = 1.0  # exponent of Zipf's law; 0 for equally active users
     seed: int = 0
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 

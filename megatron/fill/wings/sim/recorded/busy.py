@@ -24,17 +24,13 @@ from megatron.fill.wings.sim.recorded.parts import RecordedIteration, RecordedTr
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """Busy times of a rank in an iteration.
+    """Busy times of a rank in an iteration."""
 
-    Attributes:
-        passes_ns: duration of each pass in the schedule's order, including the work up to the next wait.
-        reduced_ns: time from the last pass to the exit from the first collective, without the wait for the other ranks.
-        after_ns: time from the first collective to the next iteration's first pass, if all iterations are alike:
-            further collectives, the optimizer, logging, data.
-    """
-
-    passes_ns: tuple[int, ...]
+    passes_ns: tuple[int, ...]  # duration of each pass in the schedule's order, including the work up to the next wait
+    # Time from the last pass to the exit from the first collective, without the wait for the other ranks.
     reduced_ns: int
+    # Time from the first collective to the next iteration's first pass, if all iterations are alike: further
+    # collectives, the optimizer, logging, data.
     after_ns: int
 
 

@@ -35,20 +35,15 @@ _MOST_MS = 1e9  # ten days
 
 @dataclass(frozen=True, slots=True)
 class Reschedule:
-    """Another schedule for the recorded passes, on the same number of stages; None keeps the recorded value.
-
-    Attributes:
-        schedule: as in ``Parallel``; an interleaved one only if the recorded one is.
-        group_size: group size of an interleaved schedule.
-        weight_share: share of a backward pass for the weights' gradients, which Megatron's passes do not show; needed
-            by schedules that split the pass.
-    """
+    """Another schedule for the recorded passes, on the same number of stages; None keeps the recorded value."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    schedule: str | None = None
+    schedule: str | None = None  # as in ``Parallel``; an interleaved one only if the recorded one is
     microbatches: int | None = None
-    group_size: int | None = None
+    group_size: int | None = None  # group size of an interleaved schedule
+    # Share of a backward pass for the weights' gradients, which Megatron's passes do not show; needed by schedules that
+    # split the pass.
     weight_share: float = 0.5
 
     def __post_init__(self) -> None:
