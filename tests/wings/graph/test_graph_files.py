@@ -15,7 +15,7 @@ from megatron.fill.errors import ConfigError, GraphError
 from megatron.fill.wings.graph.cost import Cluster
 from megatron.fill.wings.graph.draw import _places, draw_plan
 from megatron.fill.wings.graph.export import coarsen, export_model
-from megatron.fill.wings.graph.files import load_model, load_plan, plan_json, plan_text
+from megatron.fill.wings.graph.files import load_model, load_plan, plan_text
 from megatron.fill.wings.graph.model import ModelGraph, Operator
 from megatron.fill.wings.graph.search import micro_batches, plan_graph
 from megatron.fill.wings.graph.tree import decompose
@@ -126,7 +126,7 @@ def test_a_plan_is_read_back_from_json(tmp_path):
 
 def test_a_wrong_plan_is_refused(tmp_path):
     path = tmp_path / "plan.json"
-    data = plan_json(plan_of().plan)
+    data = json.loads(plan_text(plan_of().plan))
     path.write_text(json.dumps(data | {"batch": 0}))
     with pytest.raises(ConfigError, match=r"plan.json: batch is 0: expected greater than or equal to 1"):
         load_plan(path)

@@ -8,10 +8,22 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from math import isfinite
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field
 
 from megatron.fill.errors import GraphError
+from megatron.fill.given.quantities import parse_bytes
 
 _NAME = re.compile(r"[^\s:]+")
+
+
+def _bytes(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # checked in a file
+Size = Annotated[Number, BeforeValidator(_bytes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +32,19 @@ class Operator:
 
     name: str
     inputs: tuple[str, ...] = ()  # names of the operators whose output it takes
-    forward_flops: float = 0.0  # floating-point operations of the forward pass
+    forward_flops: Number = 0.0  # floating-point operations of the forward pass
     # Floating-point operations of the backward pass; None for twice the forward pass's.
-    backward_flops: float | None = None
+    backward_flops: Number | None = None
     # Measured seconds of the forward pass, which replace the estimate from operations and traffic.
-    forward_s: float | None = None
-    backward_s: float | None = None  # measured seconds of the backward pass; None for twice the forward pass's
-    parameters: int = 0  # number of parameters
+    forward_s: Number | None = None
+    backward_s: Number | None = None  # measured seconds of the backward pass; None for twice the forward pass's
+    parameters: Annotated[int, Field(ge=0)] = 0  # number of parameters
     lookup: bool = False  # True if its parameters are looked up, as in an embedding: a pass does not read all of them
     frozen: bool = False  # True if its parameters are not trained, so it has no backward pass
-    moved_bytes: float = 0.0  # memory traffic of the forward pass in addition to parameters, inputs and output
-    output_bytes: float = 0.0  # size of the output, which is sent to each stage with an operator that takes it
-    kept_bytes: float | None = None  # memory kept from the forward to the backward pass; None for the output's size
+    moved_bytes: Size = 0.0  # memory traffic of the forward pass in addition to parameters, inputs and output
+    output_bytes: Size = 0.0  # size of the output, which is sent to each stage with an operator that takes it
+    kept_bytes: Size | None = None  # memory kept from the forward to the backward pass; None for the output's size
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a file, a misspelt field is an error
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import ClassVar
 
 from megatron.fill.display import counted
 from megatron.fill.errors import GraphError
@@ -28,6 +29,7 @@ class Stage:
     micro_batch: int  # samples per microbatch
     k: int  # the *k* of kFkB: ``k`` forward passes alternate with ``k`` backward passes
     in_flight: int  # maximum samples between their forward and their backward pass
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a file, a misspelt field is an error
 
 
 @dataclass(frozen=True)
