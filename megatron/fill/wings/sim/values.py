@@ -1,4 +1,4 @@
-"""Inputs and outcomes of a simulation: frozen values.  Times are seconds from the start (``_s``)."""
+"""Inputs and outcomes of a simulation.  Times are seconds from the start (``_s``)."""
 
 from __future__ import annotations
 
@@ -125,17 +125,17 @@ class Scenario:
                 raise ValueError(f"job {job.name!r}: kind is {job.kind!r}; expected one of {', '.join(sorted(kinds))}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobOutcome:
-    """The outcome of one job."""
+    """The outcome of one job, so far."""
 
     id: int
-    state: JobState  # SUCCEEDED, RUNNING or QUEUED at the end, FAILED if it fits no bubble of any device
-    started_s: float | None  # time of the first claim, or None
-    ended_s: float | None  # time of success, or None
-    work_done: float  # work that counts; for a job that lost its device, the saved work
-    device_s: float  # seconds in a seat, over all attempts
-    attempts: int  # number of claims
+    state: JobState = JobState.QUEUED  # at the end SUCCEEDED, RUNNING, QUEUED, or FAILED if it fits no device's bubbles
+    started_s: float | None = None  # time of the first claim, or None
+    ended_s: float | None = None  # time of success, or None
+    work_done: float = 0.0  # saved work, which no failure can undo; of a job that still runs at the end, all
+    device_s: float = 0.0  # seconds in a seat, over all attempts
+    attempts: int = 0  # number of claims
 
 
 @dataclass(frozen=True, slots=True)

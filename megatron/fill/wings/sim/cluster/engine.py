@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from math import inf
 from typing import NamedTuple
@@ -34,15 +33,9 @@ class Event(NamedTuple):
 
 
 class Calendar:
-    """All future events.
+    """All future events."""
 
-    Args:
-        arrivals_s: arrival times of the jobs, ascending; the event of the n-th one is about job ``n``.
-    """
-
-    def __init__(self, arrivals_s: Sequence[float]) -> None:
-        self._arrivals_s = arrivals_s
-        self._arrived = 0
+    def __init__(self) -> None:
         self._heap: list[Event] = []
         self._sequence = 0
 
@@ -53,15 +46,11 @@ class Calendar:
     @property
     def next_s(self) -> float:
         """Time of the next event; infinity if there is none."""
-        arrival_s = self._arrivals_s[self._arrived] if self._arrived < len(self._arrivals_s) else inf
-        return min(arrival_s, self._heap[0].time_s) if self._heap else arrival_s
+        return self._heap[0].time_s if self._heap else inf
 
-    def take(self, time_s: float) -> Iterator[Event]:
-        """Yield all events of this instant; one announced for it in the meantime comes with the next call."""
+    def take(self, time_s: float) -> list[Event]:
+        """Remove and return all events of this instant; one announced for it later comes with the next call."""
         now = []
         while self._heap and self._heap[0].time_s <= time_s:
             now.append(heapq.heappop(self._heap))
-        yield from now
-        while self._arrived < len(self._arrivals_s) and self._arrivals_s[self._arrived] <= time_s:
-            self._arrived += 1
-            yield Event(time_s, EventKind.ARRIVAL, 0, self._arrived - 1, 0)
+        return now

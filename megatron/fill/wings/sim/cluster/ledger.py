@@ -1,34 +1,13 @@
-"""The jobs, main jobs and groups of devices of a simulation, with what is known of them so far."""
+"""The main jobs and groups of devices of a simulation, with what is known of them so far."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron.fill.profiles import BubbleCycle
-from megatron.fill.types import JobState
 from megatron.fill.wings.sim.cluster.fleet import FleetDevice
-from megatron.fill.wings.sim.cluster.progress import SimulatedAttempt
 from megatron.fill.wings.sim.cluster.rates import Rates
-from megatron.fill.wings.sim.values import DeviceGroup, GroupOutcome, JobOutcome, MainJobRun, Scenario, SimJob
-
-
-@dataclass(slots=True)
-class JobEntry:
-    """A job.  ``kept`` is the saved work, which no failure can undo."""
-
-    job: SimJob
-    state: JobState = JobState.QUEUED
-    started_s: float | None = None
-    ended_s: float | None = None
-    kept: float = 0.0
-    device_s: float = 0.0
-    attempts: int = 0
-    present: SimulatedAttempt | None = None
-
-    def outcome(self) -> JobOutcome:
-        return JobOutcome(
-            self.job.id, self.state, self.started_s, self.ended_s, self.kept, self.device_s, self.attempts
-        )
+from megatron.fill.wings.sim.values import DeviceGroup, GroupOutcome, MainJobRun, Scenario
 
 
 @dataclass(slots=True)

@@ -27,12 +27,12 @@ from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.types import JobState
 from megatron.fill.wings.sim.cluster.engine import Calendar, Event, EventKind
 from megatron.fill.wings.sim.cluster.fleet import FleetDevice, Seats
-from megatron.fill.wings.sim.cluster.ledger import JobEntry, MainEntry, inventory
+from megatron.fill.wings.sim.cluster.ledger import MainEntry, inventory
 from megatron.fill.wings.sim.cluster.progress import SimulatedAttempt, Usage
 from megatron.fill.wings.sim.cluster.queue import RankedQueue, SteadyQueue
 from megatron.fill.wings.sim.cluster.rates import Fit
 from megatron.fill.wings.sim.cluster.sight import Waiting, sight
-from megatron.fill.wings.sim.values import Scenario, SimOutcome
+from megatron.fill.wings.sim.values import JobOutcome, Scenario, SimOutcome
 
 
 def simulate(scenario: Scenario) -> SimOutcome:
@@ -50,7 +50,7 @@ def simulate(scenario: Scenario) -> SimOutcome:
     while cluster.step():
         pass
     return SimOutcome(
-        jobs=tuple(entry.outcome() for entry in cluster.jobs),
+        jobs=tuple(cluster.jobs),
         groups=tuple(entry.outcome() for entry in cluster.groups),
         duration_s=scenario.duration_s,
         events=cluster.events,
@@ -63,8 +63,8 @@ class Cluster:
     """The mutable state of a simulation.
 
     Attributes:
+        present: attempts that have a seat, by the number of their job.
         fitting: kinds of jobs that fit whole bubbles of some device.
-        arrivals: job numbers in the order of arrival.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -72,7 +72,8 @@ class Cluster:
         self.now_s = 0.0
         self.events = 0
         self.failures = 0
-        self.jobs = [JobEntry(job) for job in scenario.jobs]
+        self.jobs = [JobOutcome(job.id) for job in scenario.jobs]
+        self.present: dict[int, SimulatedAttempt] = {}
         self.mains, self.groups, self.devices = inventory(scenario)
         self._alone_rates = {kind.name: kind.alone_rate for kind in scenario.kinds}
         self.usage = Usage()
@@ -82,8 +83,9 @@ class Cluster:
         self.queue = SteadyQueue(policy) if policy.steady else RankedQueue(policy, self.sight)
         self.resident_seats, self.tail_seats = Seats(len(self.devices)), Seats(len(self.devices))
         self.fitting = {kind for device in self.devices for kind in device.rates.whole.fits}
-        self.arrivals = sorted(range(len(self.jobs)), key=lambda n: (scenario.jobs[n].arrival_s, scenario.jobs[n].id))
-        self.calendar = Calendar([scenario.jobs[number].arrival_s for number in self.arrivals])
+        self.calendar = Calendar()
+        for number in sorted(range(len(self.jobs)), key=lambda n: (scenario.jobs[n].arrival_s, scenario.jobs[n].id)):
+            self.calendar.announce(scenario.jobs[number].arrival_s, EventKind.ARRIVAL, number)
         self._random = [np.random.default_rng([scenario.failures.seed, number]) for number in range(len(self.mains))]
         self._tokens = count(1)
         self._handlers: dict[EventKind, Callable[[Event], bool]] = {
@@ -114,12 +116,10 @@ class Cluster:
     # Handlers return False for an outdated event.
 
     def _arrive(self, event: Event) -> bool:
-        index = self.arrivals[event.about]
-        entry = self.jobs[index]
-        if entry.job.kind in self.fitting:
-            self._enqueue(index)
+        if self.scenario.jobs[event.about].kind in self.fitting:
+            self._enqueue(event.about)
         else:
-            entry.state = JobState.FAILED
+            self.jobs[event.about].state = JobState.FAILED
         return True
 
     def _main_starts(self, event: Event) -> bool:
@@ -170,7 +170,7 @@ class Cluster:
             self.sight.changed(device)
 
     def _job_starts(self, event: Event) -> bool:
-        attempt = self.jobs[event.about].present
+        attempt = self.present.get(event.about)
         if attempt is None or attempt.token != event.token:
             return False
         device = self.devices[attempt.device]
@@ -186,7 +186,7 @@ class Cluster:
         return True
 
     def _job_ends(self, event: Event) -> bool:
-        attempt = self.jobs[event.about].present
+        attempt = self.present.get(event.about)
         if attempt is None or attempt.token != event.token:
             return False
         device = self.devices[attempt.device]
@@ -222,8 +222,8 @@ class Cluster:
         entry, runtime, index = self.jobs[waiting.index], self.scenario.runtime, waiting.index
         attempt = SimulatedAttempt(
             job=index,
-            work=entry.job.work,
-            kept=entry.kept,
+            work=waiting.job.work,
+            kept=entry.work_done,
             device=device.index,
             tail=tail,
             fit=fit,
@@ -231,7 +231,7 @@ class Cluster:
             checkpoint_s=runtime.checkpoint_s,
             token=next(self._tokens),
         )
-        entry.state, entry.present = JobState.RUNNING, attempt
+        entry.state, self.present[index] = JobState.RUNNING, attempt
         entry.attempts += 1
         if entry.started_s is None:
             entry.started_s = self.now_s
@@ -255,9 +255,9 @@ class Cluster:
     # Jobs
 
     def _enqueue(self, index: int) -> None:
-        entry = self.jobs[index]
+        job, entry = self.scenario.jobs[index], self.jobs[index]
         entry.state = JobState.QUEUED
-        self.queue.add(Waiting(index, entry.job, entry.job.work - entry.kept, entry.attempts))
+        self.queue.add(Waiting(index, job, job.work - entry.work_done, entry.attempts))
 
     def _pace_tail(self, device: FleetDevice) -> None:
         tail, resident = device.tail, device.resident
@@ -268,7 +268,7 @@ class Cluster:
     def _pace(self, attempt: SimulatedAttempt, rate: float) -> None:
         """Change the job's rate from now on."""
         if self._weighs_users:
-            profile, user = attempt.fit.profile, self.jobs[attempt.job].job.user
+            profile, user = attempt.fit.profile, self.scenario.jobs[attempt.job].user
             step_s = profile.duration_ns / 1e9 / profile.work
             self.usage.change(user, (rate - attempt.rate) * step_s, self.now_s)
         attempt.go_on_at(rate, self.now_s)
@@ -280,7 +280,7 @@ class Cluster:
         """End an attempt with ``kept`` saved work; the job has succeeded or waits again."""
         self._account(attempt, kept)
         entry = self.jobs[attempt.job]
-        if kept >= entry.job.work:
+        if kept >= attempt.work:
             entry.state, entry.ended_s = JobState.SUCCEEDED, self.now_s
         else:
             self._enqueue(attempt.job)
@@ -290,8 +290,9 @@ class Cluster:
         entry, place = self.jobs[attempt.job], self.groups[self.devices[attempt.device].group]
         seconds = self.now_s - attempt.claimed_s
         entry.device_s += seconds
-        place.alone_s += (kept - entry.kept) / self._alone_rates[entry.job.kind]
-        entry.kept, entry.present = kept, None
+        place.alone_s += (kept - entry.work_done) / self._alone_rates[attempt.fit.kind]
+        entry.work_done = kept
+        del self.present[attempt.job]
         if attempt.tail:
             place.tail_s += seconds
         else:
@@ -300,10 +301,8 @@ class Cluster:
     def _stop(self) -> None:
         """Close the simulation: running jobs count with the work that they have done."""
         self.now_s = self.scenario.duration_s
-        for entry in self.jobs:
-            attempt = entry.present
-            if attempt is not None:
-                attempt.advance(self.now_s)
-                self._account(attempt, attempt.done)
+        for _, attempt in sorted(self.present.items()):
+            attempt.advance(self.now_s)
+            self._account(attempt, attempt.done)
         for main in self.mains:
             main.change(False, None, self.now_s)
