@@ -160,11 +160,11 @@ def one_scale(scale: Scale) -> dict[str, Any]:
     return {
         "gpus": scale.gpus,
         "gpu": scale.gpu.name,
-        "microbatches": job.microbatches,
+        "microbatches": job.parallel.microbatches,
         "iteration_s": job.iteration_s,
         "bubble_share": pipeline_bubble_share(job),
         "bubble_share_of_iteration": job.bubble_share,
-        "ideal_bubble_share": (STAGES - 1) / (job.microbatches + STAGES - 1),
+        "ideal_bubble_share": (STAGES - 1) / (job.parallel.microbatches + STAGES - 1),
         "main_utilisation": use.main,
         "fill_utilisation": use.fill,
         "gain": use.gain,

@@ -17,14 +17,12 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     The backwards begin with microbatch 0, as in PipeFill's patch of Megatron, and not with the last microbatch as in
     the paper: the bubbles are the same, and gradients are summed in 1F1B's order.
     """
-    _check_counts(stages, microbatches)
     row = [Op(kind, microbatch) for kind in (F, B) for microbatch in range(microbatches)]
     return _schedule("gpipe", microbatches, 1, (row for _ in range(stages)))
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     """1F1B, without a flush inside the iteration (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1)."""
-    _check_counts(stages, microbatches)
     forwards = [Op(F, microbatch) for microbatch in range(microbatches)]
     backwards = [Op(B, microbatch) for microbatch in range(microbatches)]
     rows = (_in_turn(forwards, backwards, min(stages - rank - 1, microbatches)) for rank in range(stages))
@@ -43,7 +41,6 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
         ValueError: Megatron refuses to run it: there are fewer than two stages or chunks, the group size is outside of
             ``stages`` to ``microbatches``, or the last group is smaller than ``stages``.
     """
-    _check_counts(stages, microbatches)
     if stages < 2 or chunks < 2:
         raise ValueError(f"interleaved with {stages} stages and {chunks} chunks; expected at least 2 of each")
     if microbatches < stages:
@@ -76,7 +73,6 @@ def interleaved_warmup(stages: int, microbatches: int, chunks: int, group_size: 
 
 def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
     """Breadth-first looped pipeline (Lamy-Poirier 2022, arXiv 2211.05953): all microbatches of a chunk in a row."""
-    _check_counts(stages, microbatches)
     forwards = [Op(F, microbatch, chunk) for chunk in range(chunks) for microbatch in range(microbatches)]
     row = forwards + [Op(B, op.microbatch, op.chunk) for op in reversed(forwards)]
     return _schedule("looped-bfs", microbatches, chunks, (row for _ in range(stages)))
@@ -88,7 +84,6 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     A rank delays its weight passes by as many microbatches as there are ranks before it.  So each rank holds at most
     ``stages`` microbatches, 1F1B's peak, and has weight passes left for the time in which others drain.
     """
-    _check_counts(stages, microbatches)
     rows = []
     for rank in range(stages):
         row: list[Op] = []
@@ -110,7 +105,6 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
     The schedule is that of at least ``2 * stages - 1`` microbatches, without those that there are not.
     """
-    _check_counts(stages, microbatches)
     count = max(2 * stages - 1, microbatches)
     rows = (
         _in_phases(
@@ -140,7 +134,6 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: there is not at least one stage, or there are fewer than two microbatches per stage.
     """
-    _check_counts(stages, microbatches)
     if microbatches < 2 * stages:
         raise ValueError(f"dualpipe-v with {microbatches} microbatches; expected at least {2 * stages}, two per stage")
     rows, together = [], set()
@@ -231,11 +224,6 @@ def _in_turn(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
     pairs = zip(forwards[warmup:], backwards, strict=False)
     steady = [op for pair in pairs for op in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
-
-
-def _check_counts(stages: int, microbatches: int) -> None:
-    if stages < 1 or microbatches < 1:
-        raise ValueError(f"{stages} stages and {microbatches} microbatches; expected at least 1 of each")
 
 
 def _schedule(

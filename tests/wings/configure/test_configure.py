@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.wings.configure import latency, overlap
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.dedicate import MOVES, anneal
@@ -91,7 +92,8 @@ def test_on_a_network_of_a_data_sheet_all_but_computation_is_as_in_the_simulator
     network = replace(NETWORKS["dgx-a100"], gpus_per_node=its.gpus)
     there = Links.uniform(network, 1)
     found = timeline(iteration(SMALL, A100, 0.45, its, lay_out(there, its, range(its.gpus))))
-    expected = MainJob("main", SMALL, A100, network, its, rendezvous=True).timeline()
+    main = MainJob("main", SMALL, A100, network, its)
+    expected = simulate(main.schedule, main.costs(), rendezvous=True)
     assert found.period_ns == pytest.approx(expected.period_ns, rel=1e-5)
 
 

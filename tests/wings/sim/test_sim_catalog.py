@@ -30,7 +30,7 @@ from megatron.fill.wings.sim.filljobs.freeride import SIDE_TASKS
 V100, V100_32, A100 = GPUS["v100-16gb"], GPUS["v100-32gb"], GPUS["a100-40gb"]
 ROOMY = replace(V100, memory_bytes=10**15)
 MIX = [name for name in CATALOG if not name.startswith("efficientnet-v2-l")]  # which has B4 for both
-BERT = CATALOG["bert-base-inference"].model
+BERT = CATALOG["bert-base-inference"][0]
 
 
 def bert(layers: int, hidden: int, tokens: int) -> FillModel:
@@ -61,14 +61,14 @@ def rate(model: FillModel, gpu: GpuKind, batch: int, training: bool = False) -> 
     ],
 )
 def test_models_are_as_large_as_published(name, parameters, forward_flops, blocks):
-    model = CATALOG[name].model
+    model = CATALOG[name][0]
     assert model.parameters == pytest.approx(parameters, rel=0.015)
     assert sum(block.flops for block in model.blocks) == pytest.approx(forward_flops, rel=0.015)
     assert len(model.blocks) == blocks
 
 
 def test_the_runtime_has_every_model_that_is_simulated_and_the_other_way_round():
-    simulated = {workload.model.name: workload.model.parameters for workload in CATALOG.values()}
+    simulated = {model.name: model.parameters for model, _ in CATALOG.values()}
     measured = {name for name in MODELS if f"freeride-{name}" in SIDE_TASKS}
     assert simulated.keys() | measured == MODELS.keys()
     for name, parameters in simulated.items():
@@ -106,7 +106,7 @@ def test_figures_that_nothing_was_fitted_to(layers, hidden, tokens, gpu, batch, 
     ],
 )
 def test_efficientnet_is_as_fast_as_published(batch, training, published):
-    assert rate(CATALOG["efficientnet-b4-inference"].model, V100, batch, training) == pytest.approx(published, rel=0.11)
+    assert rate(CATALOG["efficientnet-b4-inference"][0], V100, batch, training) == pytest.approx(published, rel=0.11)
 
 
 # What must hold for all of them
@@ -126,7 +126,7 @@ def test_a_kind_fits_its_gpu_and_is_at_its_best_alone(name, gpu):
 
 @pytest.mark.parametrize("name", ["efficientnet-b4-inference", "bert-large-inference", "swin-large-inference"])
 def test_larger_batches_are_more_efficient_and_need_more_memory(name):
-    profiles = list(inference_profiles(CATALOG[name].model, ROOMY, 0))
+    profiles = list(inference_profiles(CATALOG[name][0], ROOMY, 0))
     for small, large in pairwise(profiles):
         assert large.work == 2 * small.work
         assert small.duration_ns <= large.duration_ns < 2 * small.duration_ns
@@ -134,12 +134,12 @@ def test_larger_batches_are_more_efficient_and_need_more_memory(name):
 
 
 @given(
-    st.sampled_from(sorted({workload.model.name for workload in CATALOG.values()})),
+    st.sampled_from(sorted({model.name for model, _ in CATALOG.values()})),
     st.sampled_from([8, 16, 32]),
 )
 @settings(max_examples=25)
 def test_what_a_training_saves_in_memory_costs_time(name, micro):
-    model = CATALOG[f"{name}-training"].model
+    model = CATALOG[f"{name}-training"][0]
     found = {
         (its.configuration.offload, its.configuration.checkpointing): its
         for its in training_profiles(model, ROOMY, 0)

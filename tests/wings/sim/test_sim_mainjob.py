@@ -259,7 +259,7 @@ def test_a_tied_embedding_is_reduced_between_the_ends():
 
 def test_stages_that_are_alike_have_the_bubbles_of_the_closed_form():
     its = job(network=FREE, optimizer_passes_bytes=0)
-    assert its.microbatches == 16
+    assert its.parallel.microbatches == 16
     assert its.bubble_share == pytest.approx(3 / (16 + 3), rel=1e-6)
 
 

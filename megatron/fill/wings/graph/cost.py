@@ -46,23 +46,18 @@ class Cluster:
         Args:
             input_bytes: size of the operator's inputs per sample.
         """
-        forward_s, backward_s = self._passes_s(operator, input_bytes, samples)
-        return forward_s, 0.0 if operator.frozen else backward_s
-
-    def _passes_s(self, operator: Operator, input_bytes: float, samples: int) -> tuple[float, float]:
         if operator.forward_s is not None:
             backward_s = 2 * operator.forward_s if operator.backward_s is None else operator.backward_s
-            return samples * operator.forward_s, samples * backward_s
-        rate = self.gpu.peak_flops * self.efficiency
-        read = 0 if operator.lookup else operator.parameters * self.precision.weight_bytes
-        traffic_s = (
-            read + samples * (operator.moved_bytes + operator.output_bytes + input_bytes)
-        ) / self.gpu.memory_bandwidth
-        backward = 2 * operator.forward_flops if operator.backward_flops is None else operator.backward_flops
-        return (
-            max(samples * operator.forward_flops / rate, traffic_s),
-            max(samples * backward / rate, 2 * traffic_s),
-        )
+            forward_s, backward_s = samples * operator.forward_s, samples * backward_s
+        else:
+            rate = self.gpu.peak_flops * self.efficiency
+            read = 0 if operator.lookup else operator.parameters * self.precision.weight_bytes
+            moved = samples * (operator.moved_bytes + operator.output_bytes + input_bytes)
+            traffic_s = (read + moved) / self.gpu.memory_bandwidth
+            backward = 2 * operator.forward_flops if operator.backward_flops is None else operator.backward_flops
+            forward_s = max(samples * operator.forward_flops / rate, traffic_s)
+            backward_s = max(samples * backward / rate, 2 * traffic_s)
+        return forward_s, 0.0 if operator.frozen else backward_s
 
     def link_bytes_s(self, replicas: int) -> float:
         """Bytes per second and direction between one device of a stage and other stages, with all replicas sending.

@@ -82,7 +82,6 @@ class Options:
         self._loads: dict[int, float] = {}
         self._needs: dict[tuple[int, int], tuple[int, ...]] = {}
         self._times: dict[int, list[list[tuple[int, float, float]]]] = {}
-        self._found: dict[int, list[list[tuple[int, float]]]] = {}
         self.first = tuple(sizes)  # the need without a stage downstream: i is the stage's own microbatch
         self.total = self.load(costs.graph.everything)
 
@@ -90,7 +89,6 @@ class Options:
         """Return a copy with another limit, which shares everything that does not depend on it."""
         other = copy(self)
         other.limit_s = limit_s * (1 + _ROUNDING)
-        other._found = {}
         return other
 
     def load(self, mask: int) -> float:
@@ -120,10 +118,9 @@ class Options:
             need: samples in flight that the stages downstream require, per microbatch size.
         """
         found = []
-        for at, choices in enumerate(self._choices(mask)):
-            size, samples = self.sizes[at], need[at]
-            for replicas, room in choices:
-                if replicas <= most and samples <= room:
+        for size, samples, choices in zip(self.sizes, need, self._choices(mask), strict=True):
+            for replicas, time_s, room in choices:
+                if time_s <= self.limit_s and replicas <= most and samples <= room:
                     found.append(Entry(replicas, self._left(samples, size), Link(Choice(mask, size, replicas))))
                     break
         return best(found)
@@ -135,16 +132,7 @@ class Options:
             self._needs[key] = tuple([upstream(samples, size, other, self.costs.batch) for other in self.sizes])
         return self._needs[key]
 
-    def _choices(self, mask: int) -> list[list[tuple[int, float]]]:
-        """Per microbatch size, the device counts within the limit, each with the samples in flight that fit."""
-        if mask not in self._found:
-            self._found[mask] = [
-                [(replicas, room) for replicas, time_s, room in row if time_s <= self.limit_s]
-                for row in self._timed(mask)
-            ]
-        return self._found[mask]
-
-    def _timed(self, mask: int) -> list[list[tuple[int, float, float]]]:
+    def _choices(self, mask: int) -> list[list[tuple[int, float, float]]]:
         """Per microbatch size, each device count with its seconds per sample and the samples in flight that fit."""
         if mask not in self._times:
             rooms = [self.costs.most_in_flight(mask, replicas) for replicas in range(self.devices + 1)]

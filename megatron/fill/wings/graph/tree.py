@@ -9,6 +9,8 @@ only make plans slower.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 
 from megatron.fill.wings.graph.model import ModelGraph, members
 
@@ -60,31 +62,20 @@ def _components(mask: int, neighbours: Callable[[int], int]) -> list[int]:
     return found
 
 
-def operators(chain: Chain) -> int:
-    """The set of all operators of a chain."""
-    found = 0
-    for item in chain:
-        found |= item_operators(item)
-    return found
-
-
 def item_operators(item: Item) -> int:
     """The set of all operators of one item."""
-    if isinstance(item, int):
-        return item
-    found = 0
-    for branch in item:
-        found |= operators(branch)
-    return found
+    return item if isinstance(item, int) else reduce(or_, map(operators, item))
+
+
+def operators(chain: Chain) -> int:
+    """The set of all operators of a chain."""
+    return reduce(or_, map(item_operators, chain), 0)
 
 
 def leaves(chain: Chain) -> tuple[int, ...]:
     """The operators of a chain, each by its position in the graph, in the chain's order."""
     found: list[int] = []
     for item in chain:
-        if isinstance(item, int):
-            found += members(item)
-        else:
-            for branch in item:
-                found += leaves(branch)
+        parts = (members(item),) if isinstance(item, int) else map(leaves, item)
+        found += (at for part in parts for at in part)
     return tuple(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +21,6 @@ _MOST_ROWS = 40
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    label: str
-    use: UseOfTime | None
-    completion: Completion | None
-
-
 def draw_results(path: Path, results: Sequence[SimResult]) -> None:
     """Draw a PNG: a row per result, or per group of devices and kind of job where there is one result.
 
@@ -42,18 +34,19 @@ def draw_results(path: Path, results: Sequence[SimResult]) -> None:
         raise ValueError("expected at least one result to draw")
     if len(results) == 1:
         one = results[0]
-        left = [_Row(use.name, use, None) for use in (one.total, *one.groups)]
-        right = [_Row(kind.kind, None, kind.completion) for kind in one.kinds if kind.jobs]
-        right.insert(0, _Row("all", None, one.completion))
+        uses = [(use.name, use) for use in (one.total, *one.groups)]
+        completions = [("all", one.completion), *((its.kind, its.completion) for its in one.kinds if its.jobs)]
     else:
-        left = right = [_Row(_label(one, results), one.total, one.completion) for one in results]
-    left, right = left[:_MOST_ROWS], right[:_MOST_ROWS]
-    height_in = _HEAD_IN + _FOOT_IN + _ROW_IN * max(len(left), len(right))
+        labels = [_label(one, results) for one in results]
+        uses = [(label, one.total) for label, one in zip(labels, results, strict=True)]
+        completions = [(label, one.completion) for label, one in zip(labels, results, strict=True)]
+    uses, completions = uses[:_MOST_ROWS], completions[:_MOST_ROWS]
+    height_in = _HEAD_IN + _FOOT_IN + _ROW_IN * max(len(uses), len(completions))
     figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=110, facecolor="white", layout="constrained")
-    times, completions = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_use(times, left)
-    _draw_completion(completions, right)
-    handles = [handle for axes in (times, completions) for handle in axes.get_legend_handles_labels()[0]]
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_use(left, uses)
+    _draw_completion(right, completions)
+    handles = [handle for axes in (left, right) for handle in axes.get_legend_handles_labels()[0]]
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8)
     figure.suptitle(_title(results), x=0.01, ha="left", fontsize=11, color=_INK)
     with replacing(path) as temporary:
@@ -84,14 +77,14 @@ def _varies(field: str, results: Sequence[SimResult]) -> bool:
     return len({str(one.what.get(field)) for one in results}) > 1
 
 
-def _draw_use(axes: Axes, rows: Sequence[_Row]) -> None:
+def _draw_use(axes: Axes, rows: Sequence[tuple[str, UseOfTime]]) -> None:
     places = range(len(rows))
-    uses = [row.use for row in rows if row.use is not None]
+    uses = [use for _, use in rows]
     begins = [0.0] * len(uses)
     parts = (
         ("main job", _MAIN, [use.main for use in uses]),
         ("fill jobs (as if alone)", _FILL, [use.fill for use in uses]),
-        ("bubbles not used", _UNUSED, [max(0.0, 1 - use.main - use.fill - use.down - use.idle) for use in uses]),
+        ("bubbles not used", _UNUSED, [use.unused for use in uses]),
         ("down", _DOWN, [use.down for use in uses]),
         ("no main job", "white", [use.idle for use in uses]),
     )
@@ -104,29 +97,29 @@ def _draw_use(axes: Axes, rows: Sequence[_Row]) -> None:
         axes.text(101, place, f"{amount(use.gpus_worth)} GPUs' worth", va="center", fontsize=8, color=_INK)
     axes.set(xlim=(0, 100), xlabel="% of the devices' time")
     axes.set_title("Where the time goes", loc="left", fontsize=10, color=_INK)
-    _rows(axes, rows)
+    _label_rows(axes, rows)
 
 
-def _draw_completion(axes: Axes, rows: Sequence[_Row]) -> None:
-    longest_s = max((row.completion.p95_s for row in rows if row.completion), default=1.0)
+def _draw_completion(axes: Axes, rows: Sequence[tuple[str, Completion | None]]) -> None:
+    longest_s = max((its.p95_s for _, its in rows if its), default=1.0)
     scale_s, unit = next(((size, name) for size, name in _UNITS if longest_s >= size), _UNITS[-1])
     labelled = False
-    for place, row in enumerate(rows):
-        if row.completion is None:
+    for place, (_, its) in enumerate(rows):
+        if its is None:
             axes.text(0, place, " none succeeded", va="center", fontsize=8, color=_INK)
             continue
-        median, p95 = row.completion.median_s / scale_s, row.completion.p95_s / scale_s
+        median, p95 = its.median_s / scale_s, its.p95_s / scale_s
         axes.barh(place, p95, color=_P95, height=0.35, label=None if labelled else "95% are done")
         axes.barh(place, median, color=_MEDIAN, height=0.6, label=None if labelled else "half are done")
         labelled = True
     axes.set(xlabel=f"{unit} from arrival to success")
     axes.set_xlim(left=0)
     axes.set_title("Completion times of fill jobs", loc="left", fontsize=10, color=_INK)
-    _rows(axes, rows)
+    _label_rows(axes, rows)
 
 
-def _rows(axes: Axes, rows: Sequence[_Row]) -> None:
-    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+def _label_rows(axes: Axes, rows: Sequence[tuple[str, object]]) -> None:
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -50,7 +50,6 @@ class MainJob:
     # True if the optimizer's state is in host memory except during its step (PipeFill, section 4.1), so that bubbles
     # can use its memory. The copies are assumed to take no time.
     offload_optimizer: bool = False
-    rendezvous: bool = False  # True if a send waits for its receiver, as with gloo
     stragglers: tuple[tuple[int, float], ...] = ()  # factors of the stages whose passes take longer
 
     def __post_init__(self) -> None:
@@ -93,10 +92,6 @@ class MainJob:
                 f"stage {stage} needs {needed / GIB:.2f} GiB ({sizes}); expected at most the {there / GIB:.2f} GiB of "
                 f"{self.gpu.name}"
             )
-
-    @property
-    def microbatches(self) -> int:
-        return self.parallel.microbatches
 
     @property
     def schedule(self) -> Schedule:
@@ -189,7 +184,7 @@ class MainJob:
         return step_s / its.dp + self.network.all_reduce_s(weights, its.dp, *self._data_parallel()) / 2
 
     def timeline(self) -> Timeline:
-        return _timeline(self.schedule, self.costs(), self.rendezvous)
+        return _timeline(self.schedule, self.costs())
 
     @property
     def iteration_s(self) -> float:
@@ -214,13 +209,5 @@ def _ns(seconds: float) -> int:
 
 
 _schedule = lru_cache(maxsize=64)(order_of)
-
-
-@lru_cache(maxsize=64)
-def _timeline(schedule: Schedule, costs: PipelineCosts, rendezvous: bool) -> Timeline:
-    return simulate(schedule, costs, rendezvous)
-
-
-@lru_cache(maxsize=64)
-def _peaks(schedule: Schedule, kept: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(peak_activation_bytes(schedule, kept))
+_timeline = lru_cache(maxsize=64)(simulate)
+_peaks = lru_cache(maxsize=64)(peak_activation_bytes)

@@ -43,6 +43,11 @@ class UseOfTime:
     gpus_worth: float  # GPUs' worth of the fill work
 
     @property
+    def unused(self) -> float:
+        """Share of bubbles that were not used, or lost."""
+        return max(0.0, 1 - self.main - self.fill - self.down - self.idle)
+
+    @property
     def gain(self) -> float | None:
         """Fill work relative to the main job's work; None without a main job."""
         return self.fill / self.main if self.main > 0 else None

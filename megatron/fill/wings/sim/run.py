@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from megatron.fill.wings.sim.filljobs.whatif import jobs_without_end, kinds_of_r
 from megatron.fill.wings.sim.results import SimResult, summarise
 from megatron.fill.wings.sim.sweep import Sweep, variants
 from megatron.fill.wings.sim.values import FillKind, MainJobRun, Scenario, SimJob
-
-logger = logging.getLogger("pipefill.simulate")
 
 _WHAT_IF = "1d"  # simulated time for a real run's report
 
@@ -131,23 +128,15 @@ def run_one(task: SimTask) -> SimResult:
         ConfigError: a file named in the configuration cannot be used, or a policy failed.
     """
     try:
-        scenario = build(task.config, Path(task.source).resolve().parent)
+        scenario = _scenario(task, Path(task.source).resolve().parent)
     except ValueError as error:
         raise ConfigError(f"{task.source}: {error}") from error
-    scenario = replace(scenario, policy=task.policy)
     return summarise(scenario, simulate(scenario), task.config.price_per_gpu_hour, task.what)
 
 
-def build(config: SimulationConfig, folder: Path) -> Scenario:
-    """Return the scenario of a checked configuration, with its first policy.
-
-    Args:
-        folder: base folder for the paths in it.
-
-    Raises:
-        ConfigError: a file cannot be used.
-        ValueError: a kind of job is not compatible with the rest.
-    """
+def _scenario(task: SimTask, folder: Path) -> Scenario:
+    """Return the scenario of a simulation; ValueError if a kind of job is not compatible with the rest."""
+    config = task.config
     runs = tuple(job.run(folder) for job in config.main_jobs)
     kinds, jobs = _fill(config, runs, folder)
     return Scenario(
@@ -155,7 +144,7 @@ def build(config: SimulationConfig, folder: Path) -> Scenario:
         kinds=kinds,
         jobs=jobs,
         duration_s=config.duration,
-        policy=config.policies[0],
+        policy=task.policy,
         runtime=config.runtime.model(),
         failures=config.failures.model(),
     )
@@ -166,10 +155,7 @@ def _fill(
 ) -> tuple[tuple[FillKind, ...], tuple[SimJob, ...]]:
     fill = config.fill
     if fill.store is not None:
-        found = jobs_from_store(fill.store, fingerprint(fill.device), fill.replay)
-        for reason in found.skipped:
-            logger.warning("left out: %s", reason)
-        return found.kinds, found.jobs
+        return jobs_from_store(fill.store, fingerprint(fill.device), fill.replay)
     kinds = _chosen(fill, _known_kinds(config, folder))
     if fill.trace is not None:
         return kinds, load_trace(folder / fill.trace, kinds)

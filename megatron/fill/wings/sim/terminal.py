@@ -16,8 +16,8 @@ from megatron.fill.wings.sim.results import Completion, SimResult, UseOfTime, sh
 _MOST_GROUPS = 24  # groups of devices that are listed individually
 
 
-def print_result(result: SimResult, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
+def print_result(result: SimResult) -> None:
+    console = Console(highlight=False)
     jobs = sum(result.jobs.values())
     console.print(
         f"{duration(result.duration_s)} of {result.total.devices:,} devices, {jobs:,} fill jobs, policy {result.policy}"
@@ -41,8 +41,8 @@ def print_result(result: SimResult, console: Console | None = None) -> None:
         console.print(line)
 
 
-def print_comparison(results: Sequence[SimResult], console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
+def print_comparison(results: Sequence[SimResult]) -> None:
+    console = Console(highlight=False)
     swept = list(results[0].what)
     heads = *short_names(swept).values(), "policy", "main", "fill", "bubbles", "GPUs'\nworth"
     heads = *heads, "median", "95%", "due\nmet", "saved\na day"
@@ -131,9 +131,8 @@ def duration(seconds: float) -> str:
 
 
 def _use_cells(use: UseOfTime) -> tuple[str, ...]:
-    unused = max(0.0, 1 - use.main - use.fill - use.down - use.idle)
     gain = "-" if use.gain is None else f"+{use.gain:.0%}"
-    shares = (use.main, use.fill, unused, use.down)
+    shares = (use.main, use.fill, use.unused, use.down)
     return (*(f"{share:.1%}" for share in shares), percent(use.bubble), amount(use.gpus_worth), gain)
 
 

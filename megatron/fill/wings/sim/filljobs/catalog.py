@@ -19,7 +19,6 @@ memory differ, and the fixed times do not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
@@ -156,18 +155,11 @@ _MODELS = (
 _MIX = tuple(model.name for model in _MODELS if model.name != "efficientnet-v2-l")
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogWorkload:
-    """A model, trained or used for inference."""
-
-    model: FillModel
-    training: bool
-
-
-CATALOG: dict[str, CatalogWorkload] = {
-    f"{model.name}-{'training' if training else 'inference'}": CatalogWorkload(model, training)
+# Each kind's model, and the function that makes its profiles.
+CATALOG = {
+    f"{model.name}-{use}": (model, profiles)
     for model in _MODELS
-    for training in (True, False)
+    for use, profiles in (("training", training_profiles), ("inference", inference_profiles))
 }
 
 
@@ -179,15 +171,15 @@ def catalog_kind(name: str, gpu: GpuKind) -> FillKind:
     """
     if name not in CATALOG:
         raise ValueError(f"{name!r} is not a kind of fill job; expected one of {', '.join(CATALOG)}")
-    profiles = _profiles(CATALOG[name], gpu)
+    profiles = _profiles(name, gpu)
     if not profiles:
         raise ValueError(f"{name} fits the {gpu.memory_bytes / 2**30:.0f} GiB of {gpu.name} in no configuration")
     return FillKind(name, "samples", profiles, best_rate(profiles))
 
 
-def _profiles(workload: CatalogWorkload, gpu: GpuKind) -> tuple[JobProfile, ...]:
-    made = training_profiles if workload.training else inference_profiles
-    return tuple(made(workload.model, gpu, CONTEXT_BYTES))
+def _profiles(name: str, gpu: GpuKind) -> tuple[JobProfile, ...]:
+    model, profiles = CATALOG[name]
+    return tuple(profiles(model, gpu, CONTEXT_BYTES))
 
 
 def catalog_kinds(gpu: GpuKind, names: Sequence[str] | None = None) -> tuple[FillKind, ...]:
@@ -202,7 +194,7 @@ def catalog_kinds(gpu: GpuKind, names: Sequence[str] | None = None) -> tuple[Fil
     measured = SIDE_TASKS if gpu.name == MEASURED_ON else {}
     if names is not None:
         return tuple(measured.get(name) or catalog_kind(name, gpu) for name in names)
-    held = [name for name, its in CATALOG.items() if its.model.name in _MIX and _profiles(its, gpu)]
+    held = [name for name, (model, _) in CATALOG.items() if model.name in _MIX and _profiles(name, gpu)]
     return (*(catalog_kind(name, gpu) for name in held), *measured.values())
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,7 @@ from megatron.fill.types import JobState
 from megatron.fill.wings.sim.filljobs.catalog import best_rate
 from megatron.fill.wings.sim.values import FillKind, SimJob
 
-
-@dataclass(frozen=True, slots=True)
-class FoundJobs:
-    """The jobs of a store that can be simulated."""
-
-    kinds: tuple[FillKind, ...]
-    jobs: tuple[SimJob, ...]
-    skipped: tuple[str, ...]  # one message per job that cannot be simulated, with its name and what is missing
+logger = logging.getLogger("pipefill.simulate")
 
 
 def jobs_from_file(path: str | Path, kinds: Sequence[FillKind], size_s: float) -> tuple[SimJob, ...]:
@@ -65,8 +59,10 @@ def jobs_from_file(path: str | Path, kinds: Sequence[FillKind], size_s: float) -
     return tuple(jobs)
 
 
-def jobs_from_store(where: str | Path, fingerprint: str, replay: bool = False) -> FoundJobs:
-    """Read the jobs of a store, with their stored profiles.
+def jobs_from_store(
+    where: str | Path, fingerprint: str, replay: bool = False
+) -> tuple[tuple[FillKind, ...], tuple[SimJob, ...]]:
+    """Read the jobs of a store, and the kinds that their stored profiles make; a warning names each that is left out.
 
     Jobs that share a profile are of one kind, named after the first of them.  Without ``replay``, the result is the
     unfinished jobs: all wait at the start, in the order of their submission, with their remaining work.  With it, the
@@ -94,7 +90,9 @@ def jobs_from_store(where: str | Path, fingerprint: str, replay: bool = False) -
     if not reader.jobs:
         reasons = "; ".join(reader.skipped[:3]) or "it has no unfinished jobs"
         raise ConfigError(f"{where}: no job can be simulated: {reasons}")
-    return FoundJobs(tuple(reader.kinds.values()), tuple(reader.jobs), tuple(reader.skipped))
+    for reason in reader.skipped:
+        logger.warning("left out: %s", reason)
+    return tuple(reader.kinds.values()), tuple(reader.jobs)
 
 
 class _StoreReader:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.given.files import read_json
 from megatron.fill.given.problems import explain
-from megatron.fill.pipeline.bubbles import bubble_cycle, peak_activation_bytes
+from megatron.fill.pipeline.bubbles import bubble_cycle, peak_activations
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import NAMES, make_schedule
@@ -106,9 +106,7 @@ def rescheduled_groups(path: str | Path, gpus: int | None, change: Reschedule) -
         costs = _costs(records, recorded, change.weight_share)
     except (FillError, ValueError) as error:
         raise ConfigError(f"{path}: reschedule: {error}") from error
-    kept = [1] * recorded.virtual_stages
-    more = [peak_activation_bytes(new, kept), peak_activation_bytes(recorded, kept)]
-    if any(after > before for after, before in zip(*more, strict=True)):
+    if any(after > before for after, before in zip(peak_activations(new), peak_activations(recorded), strict=True)):
         logger.warning("%s: %s keeps more activations than were recorded; free memory is too high", path, new.name)
     timeline = simulate(new, costs, _rendezvous(records))
     per_stage = replicas * len(ranks) // new.stages
