@@ -208,11 +208,6 @@ def _check_times(name: str, times: Sequence[Sequence[int]], expected: Sequence[S
         raise ValueError(f"{name} has {least} ns; expected none to be negative")
 
 
-def simulate(
-    schedule: Schedule,
-    costs: PipelineCosts,
-    rendezvous: bool = False,
-    durations: Sequence[Sequence[int]] | None = None,
-) -> Timeline:
+def simulate(schedule: Schedule, costs: PipelineCosts, rendezvous: bool = False) -> Timeline:
     """Compute the timeline of an iteration, as ``Compiled`` does, which is faster for many iterations."""
-    return Compiled(schedule, rendezvous).run(costs, durations)
+    return Compiled(schedule, rendezvous).run(costs)

@@ -13,7 +13,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
-from megatron.fill.pipeline.timeline import simulate
+from megatron.fill.pipeline.timeline import Compiled, simulate
 from megatron.fill.records.rank import rank_file, read_rank
 from megatron.fill.records.segment import begin_segment
 from megatron.fill.wings.configure.cluster import Cluster
@@ -73,7 +73,7 @@ def ran(
         ]
         for rank, row in enumerate(schedule.order)
     ]
-    line = simulate(schedule, costs, rendezvous=True, durations=durations)
+    line = Compiled(schedule, rendezvous=True).run(costs, durations)
     layout = f"--pipeline-model-parallel-size 2 --micro-batch-size {microbatch} --global-batch-size {4 * microbatch}"
     if chunks > 1:
         layout += f" --num-virtual-stages-per-pipeline-rank {chunks}"

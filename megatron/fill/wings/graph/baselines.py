@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron.fill.wings.graph.cost import Cluster, Costs
 from megatron.fill.wings.graph.model import ModelGraph, members
-from megatron.fill.wings.graph.options import Choice
+from megatron.fill.wings.graph.options import Choice, divisions
 from megatron.fill.wings.graph.search import Found, build, search_chain
 from megatron.fill.wings.graph.timeline import GraphTimeline, simulate
 from megatron.fill.wings.graph.tree import line
@@ -18,8 +18,7 @@ from megatron.fill.wings.graph.tree import line
 def plan_sequential(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int]) -> Found:
     """Plan a sequential pipeline over the operators in a line, branch after branch (PipeDream, Narayanan et al. 2019).
 
-    Raises:
-        GraphError: as ``plan_graph``.
+    Errors are those of ``plan_graph``.
     """
     return search_chain(graph, cluster, batch, sizes, line(graph, graph.everything), sequential=True)
 
@@ -28,8 +27,7 @@ def plan_data_parallel(graph: ModelGraph, cluster: Cluster, batch: int, sizes: S
     """Time the whole model as one stage, replicated over the devices; None if it does not fit."""
     costs, everything = Costs(graph, cluster, batch), graph.everything
     timelines = []
-    for size in sizes:
-        replicas = max(count for count in range(1, min(size, cluster.devices) + 1) if size % count == 0)
+    for size, replicas in dict(divisions(sizes, cluster.devices)).items():  # the most replicas of each size
         if costs.most_in_flight(everything, replicas) >= size:
             timelines.append(simulate(build(costs, [Choice(everything, size, replicas)])))
     return min(timelines, key=lambda its: its.period_ns, default=None)
@@ -38,10 +36,7 @@ def plan_data_parallel(graph: ModelGraph, cluster: Cluster, batch: int, sizes: S
 def plan_atomic(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int]) -> Found:
     """Plan a sequential pipeline in which the operators at the same depth of the model are merged into one.
 
-    This concatenates the branches, layer by layer, into a chain.
-
-    Raises:
-        GraphError: as ``plan_graph``.
+    This concatenates the branches, layer by layer, into a chain.  Errors are those of ``plan_graph``.
     """
     depths: dict[int, int] = {}
     for at in graph.order:

@@ -89,11 +89,7 @@ class Cluster:
 
 
 class Costs:
-    """Costs of sets of operators on the devices of a cluster.
-
-    Args:
-        batch: samples per iteration.
-    """
+    """Costs of sets of operators on the devices of a cluster, in iterations of ``batch`` samples."""
 
     def __init__(self, graph: ModelGraph, cluster: Cluster, batch: int) -> None:
         self.graph = graph

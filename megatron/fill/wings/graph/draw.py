@@ -23,11 +23,7 @@ _NARROW_IN = 0.05  # a narrower pass would be all edge
 
 
 def draw_plan(path: Path, timeline: GraphTimeline) -> None:
-    """Draw a PNG: a box per stage, from left to right, and below them a row per stage over one iteration.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw a PNG: a box per stage, from left to right, and below them a row per stage over one iteration."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -171,11 +171,7 @@ class ModelGraph:
         return tuple(found)
 
     def running_ahead(self) -> ModelGraph:
-        """Return a copy whose frozen operators run ahead, outside all stages.
-
-        Raises:
-            GraphError: no operator is frozen, or all are.
-        """
+        """Return a copy whose frozen operators run ahead, outside all stages; GraphError if none or all are frozen."""
         frozen = tuple(its for its in self.operators if its.frozen)
         if not frozen:
             raise GraphError(f"{self.name}: no operator is frozen; expected some to run ahead")

@@ -61,6 +61,11 @@ def best(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(kept)
 
 
+def divisions(sizes: Iterable[int], devices: int) -> list[tuple[int, int]]:
+    """Return each size of microbatches with each number of devices over which it can be divided."""
+    return [(size, count) for size in sizes for count in range(1, min(size, devices) + 1) if size % count == 0]
+
+
 class Options:
     """The candidate stages within a limit on the time per sample.
 
@@ -74,7 +79,7 @@ class Options:
         self.sizes = tuple(sizes)
         self.limit_s = limit_s * (1 + _ROUNDING)
         self.devices = costs.cluster.devices
-        divided = [(size, count) for size in sizes for count in range(1, self.devices + 1) if size % count == 0]
+        divided = divisions(sizes, self.devices)
         self._widest = max(count for _, count in divided)  # devices of a stage
         parts = sorted({size // count for size, count in divided})
         tables = [[sum(passes) / part for passes in costs.each(part)] for part in parts]
@@ -139,8 +144,8 @@ class Options:
             self._times[mask] = [
                 [
                     (replicas, self.costs.time_per_sample_s(mask, size, replicas), rooms[replicas])
-                    for replicas in range(1, min(size, self.devices) + 1)
-                    if size % replicas == 0 and rooms[replicas] >= size
+                    for _, replicas in divisions((size,), self.devices)
+                    if rooms[replicas] >= size
                 ]
                 for size in self.sizes
             ]

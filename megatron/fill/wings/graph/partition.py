@@ -27,11 +27,7 @@ _MOST_GROUPS = 4096  # all sets of branches of a block are tried as one stage up
 
 
 class Partitioner:
-    """All best ways to cut a chain into stages, within the limit of ``options``.
-
-    Args:
-        chain: the whole model.
-    """
+    """All best ways to cut a chain, the whole model, into stages, within the limit of ``options``."""
 
     def __init__(self, graph: ModelGraph, chain: Chain, options: Options) -> None:
         self._graph = graph

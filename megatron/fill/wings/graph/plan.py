@@ -254,13 +254,9 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, graph: ModelGraph, cluster: Cluster) -> Plan:
-        """Read the text form.
+        """Read the text form, of a plan for the model with all operators in stages.
 
-        Args:
-            graph: the model with all operators in stages.
-
-        Raises:
-            GraphError: the text is not a plan's, with the line; or the plan is not valid.
+        GraphError if the text is not a plan's, with the line, or if the plan is not valid.
         """
         head, *rows = text.strip().splitlines() or [""]
         match = _HEAD.fullmatch(head.strip().removesuffix(":"))

@@ -63,12 +63,7 @@ def print_faster(replicated: GraphTimeline, planned: GraphTimeline) -> None:
 
 
 def print_comparison(found: Mapping[str, Found], seconds: Mapping[str, float]) -> None:
-    """Print a line per planner.
-
-    Args:
-        found: results by planner; the first one is the reference.
-        seconds: duration of each planner's search.
-    """
+    """Print a line per planner, with what it found and the duration of its search; the first one is the reference."""
     from rich.text import Text
 
     heads = "<PLANNER", ">ITERATION", ">SPEED", ">STAGES", ">DEEP", ">IDLE", ">MEMORY", ">SEARCH"

@@ -27,8 +27,7 @@ class _Meeting(StrEnum):
 class Runnable:
     """A plan with a rank for each stage; rank and stage have the same number.
 
-    Raises:
-        GraphError: the plan cannot be trained this way; the error names the stage.
+    GraphError, which names the stage, if the plan cannot be trained this way.
     """
 
     plan: Plan

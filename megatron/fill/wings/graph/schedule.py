@@ -30,8 +30,7 @@ def upstream(in_flight: int, micro_batch: int, mine: int, batch: int) -> int:
     """Samples in flight that a stage needs for one successor.
 
     Args:
-        in_flight: samples in flight in the successor.
-        micro_batch: samples per microbatch of the successor.
+        in_flight, micro_batch: samples in flight in the successor, and in one of its microbatches.
         mine: samples per microbatch of the stage itself.
     """
     needed = in_flight + max(micro_batch, mine)
@@ -41,11 +40,8 @@ def upstream(in_flight: int, micro_batch: int, mine: int, batch: int) -> int:
 def group(micro_batch: int, successors: Sequence[int]) -> int:
     """The *k* of kFkB: ``k`` forward passes alternate with ``k`` backward passes.
 
-    ``k`` passes make up one microbatch of the successor with the smallest one, which must not wait until the others'
-    larger microbatches are complete.
-
-    Args:
-        successors: samples per microbatch of each successor.
+    ``k`` passes make up one microbatch of the successor with the smallest one (``successors`` has the samples per
+    microbatch of each), which must not wait until the others' larger microbatches are complete.
     """
     return max(1, min(successors, default=micro_batch) // micro_batch)
 

@@ -10,7 +10,7 @@ from math import ceil, inf
 from megatron.fill.errors import GraphError
 from megatron.fill.wings.graph.cost import Cluster, Costs
 from megatron.fill.wings.graph.model import ModelGraph, members
-from megatron.fill.wings.graph.options import Choice, Options
+from megatron.fill.wings.graph.options import Choice, Options, divisions
 from megatron.fill.wings.graph.partition import Partitioner
 from megatron.fill.wings.graph.plan import Plan, Stage
 from megatron.fill.wings.graph.schedule import group, in_flight
@@ -38,13 +38,10 @@ class Found:
 
 
 def micro_batches(batch: int, count: int | None = None) -> tuple[int, ...]:
-    """The microbatch sizes to choose from, in samples.
+    """The microbatch sizes to choose from, in samples; GraphError if the batch is below 1, or no multiple of ``count``.
 
     Args:
         count: number of microbatches in each stage; None to try every power of two that divides the batch.
-
-    Raises:
-        GraphError: the batch is below 1, or ``count`` does not divide it.
     """
     if batch < 1:
         raise GraphError(f"the batch has {batch} samples; expected at least 1")
@@ -172,9 +169,7 @@ def _floor(options: Options) -> float:
     longest_s = max(
         min(
             sum(costs.passes_s(1 << at, size // replicas)) / size
-            for size in options.sizes
-            for replicas in range(1, min(size, options.devices) + 1)
-            if size % replicas == 0
+            for size, replicas in divisions(options.sizes, options.devices)
         )
         for at in range(len(costs.graph.operators))
     )
@@ -197,8 +192,8 @@ def _ceiling(costs: Costs, sizes: Sequence[int]) -> float:
 def _check_operators(costs: Costs, sizes: Sequence[int]) -> None:
     """Raise ``GraphError`` if an operator alone does not fit, replicated over any number of the devices."""
     cluster = costs.cluster
+    choices = divisions(sizes, cluster.devices)
     for at, operator in enumerate(costs.graph.operators):
-        choices = [(size, count) for size in sizes for count in range(1, cluster.devices + 1) if size % count == 0]
         if not any(costs.most_in_flight(1 << at, count) >= size for size, count in choices):
             size, replicas = min(choices, key=lambda its: costs.memory_bytes(1 << at, its[0], its[1]))
             needed, have = costs.memory_bytes(1 << at, size, replicas) / 2**30, cluster.device_bytes / 2**30

@@ -43,8 +43,7 @@ class GraphTimeline:
 def simulate(plan: Plan) -> GraphTimeline:
     """Time one iteration.  A transfer takes its time between two passes; its stages compute in the meantime.
 
-    Raises:
-        GraphError: an iteration takes no time; the error names costs that are 0.
+    GraphError, which names costs that are 0, if an iteration takes no time.
     """
     costs, stages = plan.costs, plan.stages
     passes_ns = []

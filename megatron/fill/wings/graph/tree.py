@@ -19,11 +19,7 @@ type Item = int | tuple[Chain, ...]  # one operator's set, or branches side by s
 
 
 def decompose(graph: ModelGraph) -> tuple[Chain, tuple[int, ...]]:
-    """Return the whole graph as a chain.
-
-    Returns:
-        The chain, and the sets of operators that were put into a line because they are not series-parallel.
-    """
+    """Return the whole graph as a chain, and the sets put into a line in it because they are not series-parallel."""
     lined: list[int] = []
     rank = {at: number for number, at in enumerate(graph.order)}
 

@@ -32,11 +32,7 @@ class MetricsServer(Attendant):
         self._process: subprocess.Popen[bytes] | None = None
 
     def keep(self) -> None:
-        """Start the server unless it runs.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start the server unless it runs; OSError if it cannot be started."""
         if self._process is not None:
             code = self._process.poll()
             if code is None:

@@ -149,8 +149,7 @@ def open_mapping(directory: str | None, uuid: str | None, gpus: Callable[[], Seq
 def _locked(directory: Path) -> Iterator[None]:
     """Keep the agents of this node from changing the files at the same time.
 
-    Raises:
-        OSError: others hold the lock for too long; whoever reads the folder can.
+    OSError if others hold the lock for too long; whoever reads the folder can.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -67,9 +67,7 @@ def handler(metrics: RunMetrics, token: bytes) -> type[BaseHTTPRequestHandler]:
 def read_token(path: str) -> bytes:
     """Return the token of a file, its first line; empty without a file.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it has no token.
+    OSError if the file cannot be read, ValueError if it has no token.
     """
     if not path:
         return b""
@@ -165,20 +163,16 @@ def traced_iterations(segment: Path, rank: int) -> dict[int, Traced]:
     return {}
 
 
-def _sample_every() -> int:
-    try:
-        return sample_every(os.environ)
-    except ValueError as error:
-        logger.warning("no spans are sent: %s", error)
-        return 0
-
-
 def main() -> None:
     parent = os.getppid()
     host.die_with_parent(parent)
     spec = MetricsSpec.from_json(sys.stdin.read())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s metrics: %(message)s")
-    every = _sample_every()
+    try:
+        every = sample_every(os.environ)
+    except ValueError as error:
+        logger.warning("no spans are sent: %s", error)
+        every = 0
     metrics = RunMetrics(spec, every)
     if os.environ.get(OTLP):
         push(metrics)

@@ -30,8 +30,7 @@ _USUAL_RATIO = 0.01
 def sample_every(environ: Mapping[str, str]) -> int:
     """Return of how many iterations one is sampled; 0 unless a collector is named and OTEL_TRACES_EXPORTER asks for it.
 
-    Raises:
-        ValueError: OTEL_TRACES_SAMPLER_ARG is no ratio.
+    ValueError if OTEL_TRACES_SAMPLER_ARG is no ratio.
     """
     if environ.get(_EXPORTER) != "otlp" or not environ.get(OTLP):
         return 0

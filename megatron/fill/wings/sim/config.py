@@ -118,31 +118,22 @@ class MainJobConfig(_Strict):
 
 
 class FillConfig(_Strict):
-    """The fill jobs: their kinds, and where they come from (exactly one of ``SOURCES``).
+    """The fill jobs: their kinds, and where they come from (exactly one of ``SOURCES``)."""
 
-    Attributes:
-        kinds: names from the catalog, or from ``profiles``; None for all of them.
-        gpu: GPU of the catalog; None for the first main job's that has one.
-        profiles: a file of ``pipefill profile --output``, or a run's ``report.json``: measured kinds instead of the
-            catalog's.
-        saturate: True for an endless supply of waiting jobs of each kind.
-        size: duration of each job of ``jobs`` on an otherwise idle device.
-        device: device on which the profiles of ``store`` were measured, as ``pipefill profile`` names it.
-        replay: True for all jobs of ``store`` at their times of submission, instead of the unfinished ones.
-    """
-
-    kinds: tuple[str, ...] | None = Field(default=None, min_length=1)
+    kinds: tuple[str, ...] | None = Field(default=None, min_length=1)  # from catalog or ``profiles``; None for all
+    # GPU of the catalog; None for the first main job's that has one.
     gpu: Annotated[GpuKind, preset(GPUS)] | None = None
+    # A file of ``pipefill profile --output``, or a run's ``report.json``: measured kinds instead of the catalog's.
     profiles: Path | None = None
     report: Path | None = None
     trace: Path | None = None
     jobs: Path | None = None
     store: str | None = None
     generate: Generator | None = None
-    saturate: bool = False
-    size: Seconds = Field(default=3600.0, gt=0)
-    device: str = "cpu"
-    replay: bool = False
+    saturate: bool = False  # True for an endless supply of waiting jobs of each kind
+    size: Seconds = Field(default=3600.0, gt=0)  # duration of each job of ``jobs`` on an otherwise idle device
+    device: str = "cpu"  # device on which the profiles of ``store`` were measured, as ``pipefill profile`` names it
+    replay: bool = False  # True for all jobs of ``store`` at their times of submission, instead of the unfinished ones
 
     @model_validator(mode="after")
     def _one_source(self) -> FillConfig:

@@ -100,12 +100,7 @@ def short_names(fields: Iterable[str]) -> dict[str, str]:
 def summarise(
     scenario: Scenario, outcome: SimOutcome, price_per_gpu_hour: float | None = None, what: dict[str, Any] | None = None
 ) -> SimResult:
-    """Summarise the outcome of a simulation.
-
-    Args:
-        price_per_gpu_hour: price of a device like the main job's, in any currency.
-        what: swept values, for the result.
-    """
+    """Summarise a simulation's outcome, with a price of a GPU-hour in any currency, and the swept values ``what``."""
     total = _use("all", outcome.groups, outcome.duration_s)
     pairs = list(zip(scenario.jobs, outcome.jobs, strict=True))
     states = dict.fromkeys((str(state) for state in JobState if state is not JobState.CANCELLED), 0)

@@ -41,11 +41,7 @@ class SimTask:
 
 
 def load(path: Path) -> tuple[str, PlainYaml]:
-    """Read a configuration file; return its name and its unchecked content.
-
-    Raises:
-        ConfigError: the file is invalid; the error names the file and the line.
-    """
+    """Read a configuration file: its name and unchecked content; ConfigError, with the line, if it is invalid."""
     read = read_yaml(path, "a YAML file")
     if not isinstance(read.value, dict):
         raise ConfigError(f"{path}: found {shown(read.value)}; expected a mapping with main_jobs and fill")
@@ -104,12 +100,8 @@ def plan_runs(
 ) -> list[SimTask]:
     """Return all requested simulations, checked, so that none runs if any of them has an invalid value.
 
-    Args:
-        policies: policies instead of the file's; empty for the file's.
-        price: price of a GPU-hour instead of the file's; None for the file's.
-
-    Raises:
-        ConfigError: a value is invalid; the error names the file, line, field, value and the expected content.
+    Policies and price, if given, are instead of the file's.  ConfigError, with file, line, field, value and what was
+    expected, if a value is invalid.
     """
     data = read.value if price is None else read.value | {"price_per_gpu_hour": price}
     tasks = []
@@ -122,11 +114,7 @@ def plan_runs(
 
 
 def run_one(task: SimTask) -> SimResult:
-    """Run a simulation.
-
-    Raises:
-        ConfigError: a file named in the configuration cannot be used, or a policy failed.
-    """
+    """Run a simulation; ConfigError if a file named in the configuration cannot be used, or a policy failed."""
     try:
         scenario = _scenario(task, Path(task.source).resolve().parent)
     except ValueError as error:

@@ -23,8 +23,7 @@ type Sweep = tuple[str, tuple[Any, ...]]  # a field and its values
 def parse_sweep(text: str) -> Sweep:
     """Parse a sweep such as ``dp=8,16,32`` or ``runtime.harvest=0.7,0.9``.
 
-    Raises:
-        ConfigError: the text is invalid; the error shows it and the expected form.
+    ConfigError, which shows the text and the expected form, if it is invalid.
     """
     field, _, rest = text.partition("=")
     try:
@@ -40,10 +39,7 @@ def variants(data: dict[str, Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[di
     """Yield every combination of the swept values, with the configuration that contains them.
 
     A field is a dotted path (``fill.generate.jobs``, ``main_jobs.0.gpu``); a name alone is a field of ``parallel``, or
-    of a recorded job's ``reschedule``, in every main job.
-
-    Raises:
-        ConfigError: a field does not exist in the configuration.
+    of a recorded job's ``reschedule``, in every main job.  ConfigError if the configuration has no such field.
     """
     fields = [field for field, _ in sweeps]
     if len(set(fields)) < len(fields):
@@ -90,11 +86,8 @@ def _places(data: dict[str, Any], field: str) -> list[tuple[Any, Any]]:
 def run_all[T, R](work: Any, tasks: Sequence[T], processes: int | None = None) -> list[R]:
     """Call ``work`` on every task, by default in a process per core; return the results in the tasks' order.
 
-    Args:
-        work: function of one task, at a module's top level.
-
-    Raises:
-        Exception: the first error that ``work`` raised; the other tasks are abandoned.
+    ``work`` is a function at a module's top level.  Of its errors the first one is raised, and the other tasks are
+    abandoned.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(tasks))
     if processes <= 1:

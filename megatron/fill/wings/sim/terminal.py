@@ -86,11 +86,7 @@ def _sentences(result: SimResult) -> list[str]:
 
 
 def write_csv(path: Path, results: Sequence[SimResult]) -> None:
-    """Write a line per simulation; an unknown value is empty.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a line per simulation; an unknown value is empty."""
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         rows = [_flat(result) for result in results]
         writer = csv.DictWriter(file, list(rows[0]))

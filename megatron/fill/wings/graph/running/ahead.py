@@ -119,12 +119,10 @@ class Ahead(Callback):
         self._wait = 0
 
     def on_wait[T](self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run operators while ``call`` waits, as long as the next one should end before this wait usually does.
+        """Return a function that returns the call's result, after running operators while ``call`` waits.
 
-        The wait may end during an operator, which is short; if it was not run now, all of it would be left for later.
-
-        Returns:
-            A function that returns the call's result.
+        The next operator should end before this wait usually does.  The wait may end during an operator, which is
+        short; if it was not run now, all of it would be left for later.
         """
         lengths = self._lengths[self._wait]
         self._wait += 1

@@ -108,14 +108,7 @@ class _Stage(MegatronModule):
 
 
 class GraphRun:
-    """A training of a plan.
-
-    Args:
-        ranks: number of ranks.
-
-    Raises:
-        GraphError: the plan is of another model, or cannot be trained on these ranks.
-    """
+    """A training of a plan; GraphError if it is of another model, or cannot be trained on this number of ranks."""
 
     def __init__(self, plan: Plan, operators: Operators, ranks: int) -> None:
         self.plan = plan
@@ -133,8 +126,7 @@ class GraphRun:
     def apply(self, args: Namespace) -> None:
         """Set Megatron's arguments that the plan determines, after they are parsed and before they are checked.
 
-        Raises:
-            GraphError: a flag contradicts the plan.
+        GraphError if a flag contradicts the plan.
         """
         stages = len(self.plan.stages)
         decided = {  # the plan's value, and the flag's default

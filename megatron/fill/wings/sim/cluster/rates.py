@@ -80,8 +80,7 @@ class Rates:
     def tail_rate(self, fit: Fit, resident: Fit | None) -> float:
         """Work per second of a tail job in its configuration; 0 if the resident job leaves too little.
 
-        Args:
-            resident: resident job, or None while none serves bubbles.
+        ``resident`` is None while none serves bubbles.
         """
         key = (fit.kind, fit.profile.configuration, resident)
         if key not in self._rates:

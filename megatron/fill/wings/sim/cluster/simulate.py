@@ -40,10 +40,8 @@ def simulate(scenario: Scenario) -> SimOutcome:
 
     Devices with equal cycles share their plans, one of them asks for all, a steady policy's queue is kept in order, and
     built-in policies see only the devices that can affect them.  The outcome is as if every device ranked all jobs by
-    itself.  The user's own policies (``module:function``) see all devices, which is slow with thousands.
-
-    Raises:
-        ConfigError: the policy cannot be read, or failed on a job.
+    itself.  The user's own policies (``module:function``) see all devices, which is slow with thousands.  ConfigError
+    if the policy cannot be read, or failed on a job.
     """
     began_s = time.perf_counter()
     cluster = Cluster(scenario)

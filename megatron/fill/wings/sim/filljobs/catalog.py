@@ -199,11 +199,7 @@ def catalog_kinds(gpu: GpuKind, names: Sequence[str] | None = None) -> tuple[Fil
 
 
 def best_rate(profiles: Sequence[JobProfile]) -> float:
-    """Work per second on an otherwise idle device, in the best configuration.
-
-    Raises:
-        ValueError: a profile has a duration of 0.
-    """
+    """Work per second on an otherwise idle device, in the best configuration; ValueError if a profile takes no time."""
     for profile in profiles:
         if profile.duration_ns == 0:
             raise ValueError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
@@ -213,8 +209,7 @@ def best_rate(profiles: Sequence[JobProfile]) -> float:
 def measured_kinds(path: str | Path) -> tuple[FillKind, ...]:
     """Read the jobs of a file written by ``pipefill profile --output``, for the device where they were measured.
 
-    Raises:
-        ConfigError: the file is invalid; the error names the file, the job and the expected content.
+    ConfigError, with file, job and the expected content, if the file is invalid.
     """
     found = load_profiles(path)
     if not found:

@@ -81,12 +81,9 @@ class FillModel:
 
 
 def training_profiles(model: FillModel, gpu: GpuKind, context_bytes: int) -> Iterator[JobProfile]:
-    """Yield a profile of each training configuration that fits the GPU alone.
+    """Yield a profile of each training configuration that fits the GPU alone, a process's CUDA context included.
 
     Copies to and from the host do not overlap with computation, as in ``TrainingJob``.
-
-    Args:
-        context_bytes: memory of a process's CUDA context.
     """
     for micro in _powers_of_two(model.batch):
         if model.batch % micro or model.batch // micro > _MOST_MICROBATCHES:
@@ -100,11 +97,7 @@ def training_profiles(model: FillModel, gpu: GpuKind, context_bytes: int) -> Ite
 
 
 def inference_profiles(model: FillModel, gpu: GpuKind, context_bytes: int) -> Iterator[JobProfile]:
-    """Yield a profile of each batch inference configuration that fits the GPU alone.
-
-    Args:
-        context_bytes: memory of a process's CUDA context.
-    """
+    """Yield a profile of each batch inference configuration that fits the GPU alone, the CUDA context included."""
     held = context_bytes + _CAST * model.parameters
     for batch in _powers_of_two(_LARGEST_INFERENCE_BATCH):
         nodes = [

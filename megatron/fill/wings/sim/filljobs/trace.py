@@ -38,8 +38,7 @@ _NEEDED = ("arrival", "kind", "size")
 def load_trace(path: str | Path, kinds: Sequence[FillKind]) -> tuple[SimJob, ...]:
     """Read a trace; the jobs are numbered from 0 in the order of its lines.
 
-    Raises:
-        ConfigError: the trace is invalid; the error names the file, line, field, value and the expected content.
+    ConfigError, with file, line, field, value and the expected content, if the trace is invalid.
     """
     known = {kind.name: kind for kind in kinds}
     try:

@@ -34,14 +34,10 @@ class _Use(BaseModel):
 
 
 def measured(path: Path) -> tuple[float | None, float | None]:
-    """Return the figures of a ``report.json``, each None if it is not there.
+    """Return two figures of a ``report.json``, each None if it is not there; ConfigError if the report is invalid.
 
-    Returns:
-        The share of the fillable time in steps, without the time for which no job was there; and bubbles' share of all
-        training iterations.
-
-    Raises:
-        ConfigError: the report is invalid, with file and field.
+    They are the share of the fillable time in steps, without the time for which no job was there; and bubbles' share of
+    all training iterations.
     """
     total = part_of(path, read_json(path, _REPORT), _Use, _REPORT).total
     with_jobs_ns = sum(ns for use, ns in total.time_use_ns.items() if use not in _NOT_WITH_JOBS)
@@ -53,10 +49,7 @@ def kinds_of_report(path: str | Path) -> tuple[FillKind, ...]:
     """Return a kind for each job of a ``report.json`` that did steps, with the mean step as its only node.
 
     Steps are assumed to be as fast alone as in bubbles, because the report has no times of jobs alone; a step's memory
-    is unknown and assumed to be 0.
-
-    Raises:
-        ConfigError: the report is invalid, with file and field; or no job did a step.
+    is unknown and assumed to be 0.  ConfigError if the report is invalid, with file and field, or no job did a step.
     """
     jobs = part_of(path, read_json(path, _REPORT), _Jobs, _REPORT).jobs
     kinds = {}

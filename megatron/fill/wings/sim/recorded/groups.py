@@ -88,14 +88,8 @@ def rescheduled_groups(path: str | Path, gpus: int | None, change: Reschedule) -
 
     Passes keep their median durations (of iterations without filling, if any), and the bubbles follow from them.  Free
     memory is the smallest that the stage had in any bubble; schedules that keep more activations leave less, which is
-    logged as a warning.
-
-    Args:
-        path: the run's ``report.json``, with its records in the same folder.
-        gpus: number of GPUs; None for the recorded number.
-
-    Raises:
-        ConfigError: the file is invalid; the error names the file, the field and the expected content.
+    logged as a warning.  Arguments and errors are those of ``recorded_groups``; the run's records must lie beside the
+    report.
     """
     path = Path(path)
     ranks = _recorded_ranks(path)
@@ -121,11 +115,7 @@ def rescheduled_groups(path: str | Path, gpus: int | None, change: Reschedule) -
 def read_pipeline(folder: Path) -> tuple[list[RankRecord], Schedule]:
     """Read the records of one pipeline of a run's last segment, in the order of its stages, and its schedule.
 
-    Args:
-        folder: folder of the run.
-
-    Raises:
-        FillError: the records are missing, damaged, or from several machines, whose clocks differ.
+    FillError if the records are missing, damaged, or from several machines, whose clocks differ.
     """
     records_of = last_segment(folder)
     where, found = records_of.folder, list(records_of.records())
@@ -196,11 +186,7 @@ def _recorded_ranks(path: str | Path) -> tuple[RankCycle, ...]:
 
 
 def part_of[M: BaseModel](path: str | Path, data: object, model: type[M], expected: str) -> M:
-    """Return the part of a report's content that a model describes.
-
-    Raises:
-        ConfigError: it is not there; the error names file and field.
-    """
+    """Return the part of a report's content that a model describes; ConfigError, with file and field, without it."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
