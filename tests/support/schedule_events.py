@@ -7,7 +7,7 @@ import random
 
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
-from megatron.fill.pipeline.timeline import simulate
+from megatron.fill.pipeline.timeline import Compiled
 
 
 def random_case(seed: int) -> tuple[Schedule, PipelineCosts, list[list[int]]]:
@@ -86,7 +86,7 @@ def events(schedule: Schedule, costs: PipelineCosts, durations: list[list[int]])
 def differs(seed: int) -> bool:
     """True if the timeline's bubbles of the random case are not those of the events."""
     schedule, costs, durations = random_case(seed)
-    found = simulate(schedule, costs, durations=durations).waits
+    found = Compiled(schedule).run(costs, durations).waits
     return [[(wait.start_ns, wait.end_ns) for wait in row] for row in found] != events(schedule, costs, durations)
 
 
