@@ -1,7 +1,7 @@
 """Bubbles around the waits of the pipeline's point-to-point transfers.
 
-Every pipeline send and receive goes through ``P2PCommunicator._communicate``, whose signature is the same in core 0.14
-to 0.19; it posts the transfers with one of two functions and waits for them.  A bubble opens with the first wait, when
+Every pipeline send and receive goes through ``P2PCommunicator._communicate``, which posts the
+transfers with one of two functions and waits for them.  A bubble opens with the first wait, when
 everything is posted and the rank has nothing left to do, and closes with the call.  With sequences of varying lengths,
 ``_communicate`` exchanges shapes first, and that is the first wait.  A send can wait as well (gloo's waits for the
 receiver), so every wait counts.  With overlapped communication ``_communicate`` does not wait but returns the handles,
@@ -33,8 +33,8 @@ _SHAPES = Target(
 
 
 class Transfers:
-    """The ``_communicate`` call that is in progress: True for ``waits`` if it waits for its transfers itself, for
-    ``for_backward`` if it waits for an output gradient.
+    """The ``_communicate`` call in progress: ``waits`` if it waits for its transfers itself, ``for_backward`` if it
+    waits for an output gradient.
     """
 
     waits = for_backward = False

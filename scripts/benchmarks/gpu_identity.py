@@ -1,7 +1,8 @@
 """Do losses stay the same, to the bit, when jobs run in the bubbles of real stages that share one GPU?
 
 Trains with a side task of matrix products in every stage's bubbles, until all of them have run steps, and as many
-iterations without any, and compares the losses of every iteration.  The transfers go through the host over gloo.
+iterations without any, and compares the losses of every iteration.  Both have the same ``--train-iters``, by which
+Megatron shuffles the data.  The transfers go through the host over gloo.
 Without a GPU, or with --device cpu, the same runs small on the CPU.
 
     python scripts/benchmarks/gpu_identity.py --schedule interleaved --json identity.json
@@ -36,6 +37,7 @@ _MOST_ITERATIONS = 100_000
 MODELS = {"cpu": ("tiny", 192), "cuda": ("350m", 4096)}  # the model, and the size of the job's matrices
 _TIMEOUT_MINUTES = 2
 _MORE = 15  # iterations after all jobs have run a step
+_SPARE_S = 30.0  # for a training that ends late
 
 
 def least_s(options: argparse.Namespace, pace_s: float) -> float:
@@ -61,11 +63,12 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     filling += [*settings(warmup_iterations=3), "--fill-sharing", options.sharing]
     awaited = Awaited(folder / "run", options.iterations, options.most_seconds, more=_MORE)
     found: dict[str, dict[int, float]] = {}
-    for name, extra in (("with", filling), ("without", [])):
+    most_s = START_S + options.most_seconds + _SPARE_S + END_S
+    for name in ("with", "without"):
         where, enough = folder / name, awaited if name == "with" else None
-        iterations = _MOST_ITERATIONS if enough else len(found["with"])
-        extra = [*extra, "--train-iters", str(iterations), "--tensorboard-dir", str(where)]
-        with training(stages, options.sharing, [*flags, *extra], folder / f"{name}.log", enough=enough):
+        extra = filling if enough else ["--exit-interval", str(len(found["with"]))]
+        extra = [*extra, "--train-iters", str(_MOST_ITERATIONS), "--tensorboard-dir", str(where)]
+        with training(stages, options.sharing, [*flags, *extra], folder / f"{name}.log", most_s, enough):
             pass
         if not awaited.stepped:
             raise RuntimeError(f"not every stage's job ran a step within {options.most_seconds:g} s")

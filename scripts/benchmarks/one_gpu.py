@@ -158,7 +158,7 @@ def _processes(
         log.write_text("".join(seen), encoding="utf-8")
         watch.join()
         if watch.late:
-            raise RuntimeError(f"the training was ended after {limit_s:.0f} s, which it had")
+            raise RuntimeError(f"the training was ended after {limit_s:.0f} s, which it had; {', '.join(watch.late)}")
         if watch.failed is not None:
             said = logs[watch.failed].read_text(encoding="utf-8", errors="replace")[-3000:]
             code = ranks[watch.failed].returncode
@@ -169,13 +169,13 @@ class _Watch(threading.Thread):
     """Ends all ranks when one of them has failed, which the others would wait for, or when they are late.
 
     Attributes:
-        late: they were.
+        late: where each rank was that still ran when they were late; empty if they were not.
         failed: the first that failed; None if none has.
     """
 
     def __init__(self, ranks: Sequence[subprocess.Popen[str]], limit_s: float | None) -> None:
         super().__init__(name="ranks", daemon=True)
-        self.late = False
+        self.late: list[str] = []
         self.failed: int | None = None
         self._ranks = ranks
         self._end_s = math.inf if limit_s is None else time.monotonic() + limit_s
@@ -185,7 +185,8 @@ class _Watch(threading.Thread):
         while running:
             left_s = None if self._end_s == math.inf else max(0.0, self._end_s - time.monotonic())
             ready = select.select([*running], [], [], left_s)[0]
-            self.late = not ready
+            if not ready:
+                self.late = [f"rank {rank} {_whereabouts(self._ranks[rank].pid)}" for rank in running.values()]
             for ended in ready:
                 os.close(ended)
                 rank = running.pop(ended)
@@ -196,6 +197,15 @@ class _Watch(threading.Thread):
                 break
         for descriptor in running:
             os.close(descriptor)
+
+
+def _whereabouts(pid: int) -> str:
+    """Return a process's state, as ``ps`` has it, and the kernel function in which its main thread waits."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"was in state {state}, in {Path(f'/proc/{pid}/wchan').read_text()}"
+    except OSError:
+        return "had just ended"
 
 
 def _ended(

@@ -29,7 +29,7 @@ def fifo(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
 
 
 def shortest_job_first(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
-    """Shortest processing time on this device first, which minimizes the mean completion time on one device."""
+    """Shortest remaining processing time on this device first: the least mean completion time on one device."""
     return -state.processing_s(job, device)
 
 
