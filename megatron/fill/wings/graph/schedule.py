@@ -30,7 +30,8 @@ def upstream(in_flight: int, micro_batch: int, mine: int, batch: int) -> int:
     """Samples in flight that a stage needs for one successor.
 
     Args:
-        in_flight, micro_batch: samples in flight in the successor, and in one of its microbatches.
+        in_flight: samples in flight in the successor.
+        micro_batch: samples per microbatch of the successor.
         mine: samples per microbatch of the stage itself.
     """
     needed = in_flight + max(micro_batch, mine)
