@@ -91,6 +91,7 @@ def figures(report: dict[str, Any], run: Path) -> dict[str, Any]:
 
 
 def _filled(by_cause_s: dict[str, float]) -> float:
+    """Return the share of long idle time that jobs filled."""
     return by_cause_s.get(FILLED, 0.0) / sum(by_cause_s.values())
 
 
@@ -120,9 +121,9 @@ def main() -> None:
                 report = filled(folder, part, jobs_file(folder / "jobs.yaml", JOBS), blocks, *flags)
                 results.add(part, {name: report["summary"]["slowdown"]}, **figures(report, folder / f"{part}-run"))
                 continue
-            found = figures(trained(folder, part, options.iterations), folder / f"{part}-run")
-            print(part, *shares(found["long_idle_s"]), sep="\n  ", flush=True)
             run = folder / f"{part}-run"
+            found = figures(trained(folder, part, options.iterations), run)
+            print(part, *shares(found["long_idle_s"]), sep="\n  ", flush=True)
             found["later_s"] = causes_in(run, start=options.iterations // 2)
             found["later_filled"] = _filled(found["later_s"])
             if part in _REPLICAS:

@@ -11,7 +11,7 @@ MODELS = {  # layers, hidden, heads, sequence, micro-batch
     "tiny": (8, 128, 4, 64, 2),
 }
 # Untied, or the first and the last stage would exchange the embedding's gradients in every drain.  Python's garbage is
-# not collected, as in NVIDIA's recipes: a full collection of what Megatron imports took 0.24 s on our CPUs.
+# not collected, as in NVIDIA's recipes: a full collection goes through all that Megatron has imported.
 _COMMON = (
     "--lr 1e-4 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --manual-gc",
     "--eval-iters 0 --eval-interval 1000000 --log-interval 1 --transformer-impl local",

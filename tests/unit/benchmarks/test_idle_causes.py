@@ -96,3 +96,18 @@ def test_bubbles_of_one_kind_are_apart():
     its = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker], DRAIN)
     ms = {cause: ns / MS for cause, ns in its.items() if ns}
     assert ms == {"warm-up": 10, "filled": 24, "runtime": 6, "probes": 40}
+
+
+def test_bubbles_from_an_iteration_on_are_apart_and_warm_up_ends_where_it_did():
+    bubbles = [
+        bubble(1, 10, filling=False),
+        bubble(2, 20, seq=1, predicted_ms=20),
+        bubble(3, 30, seq=2, predicted_ms=30),
+        bubble(4, 40, filling=False),
+    ]
+    uses = (use(1, 15, 2, 20), use(2, 24, 3, 30))
+    worker = WorkerRecord("job", 0, 1, 0.0, sum(its.harvested_ns for its in uses), 0, 0.0, uses)
+    its = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker], start=3)
+    assert {cause: ns / MS for cause, ns in its.items() if ns} == {"filled": 24, "runtime": 6, "probes": 40}
+    only_off = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker], start=4)
+    assert {cause: ns / MS for cause, ns in only_off.items() if ns} == {"probes": 40}
