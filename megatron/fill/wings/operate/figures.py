@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.fill.agent.context import Attendant
 from megatron.fill.pages.control import ControlPage, Figures
-from megatron.fill.records.live import LiveSegment
-from megatron.fill.records.segment import last_segment
-from megatron.fill.records.slowdown import Estimate
+
+if TYPE_CHECKING:
+    from megatron.fill.records.live import LiveSegment
 
 
 class ShownFigures(Attendant):
@@ -22,6 +23,11 @@ class ShownFigures(Attendant):
     def keep(self) -> None:
         if not self._control.asked:
             return
+        # Every agent has this attendant, and few are asked.
+        from megatron.fill.records.live import LiveSegment
+        from megatron.fill.records.segment import last_segment
+        from megatron.fill.records.slowdown import Estimate
+
         if self._live is None:
             self._live = LiveSegment(last_segment(self._run_dir))
         live = self._live
