@@ -190,8 +190,6 @@ def test_promtool_likes_names_alerts_and_configuration(run):
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
 def test_a_real_prometheus_scrapes_it(run, tmp_path):
-    with served(run, b"secret") as where, served(run) as free:
-        listen = free  # a port that is free once this server has ended
     (tmp_path / "token").write_text("secret")
     with served(run, b"secret") as where:
         config = {
@@ -207,15 +205,19 @@ def test_a_real_prometheus_scrapes_it(run, tmp_path):
         }
         (tmp_path / "prometheus.yml").write_text(json.dumps(config))
         command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-        with subprocess.Popen([*command, f"--web.listen-address={listen}"], stderr=subprocess.DEVNULL) as prometheus:
+        log = tmp_path / "prometheus.log"
+        with (
+            log.open("wb") as stderr,
+            subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=stderr) as prometheus,
+        ):
             try:
 
                 def answer() -> list:
-                    try:
-                        _, body = get(listen, "/api/v1/query?query=sum(pipefill_bubble_seconds_total)")
-                    except OSError:
+                    listening = re.search(r'msg="Listening on" address=(\S+)', log.read_text())
+                    if not listening:
                         return []
-                    return json.loads(body).get("data", {}).get("result", [])
+                    status, body = get(listening[1], "/api/v1/query?query=sum(pipefill_bubble_seconds_total)")
+                    return json.loads(body)["data"]["result"] if status == 200 else []
 
                 until(lambda: prometheus.poll() is not None or bool(answer()), 30, 0.2)
                 total = sum(report_of(*synthetic_run()).total.bubble_s.values())
