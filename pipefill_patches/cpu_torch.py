@@ -1,8 +1,9 @@
 """The torch half of the CPU backend: a stand-in for ``torch.cuda`` in a process without a CUDA device.
 
-Megatron names ``device="cuda"`` everywhere, so the smallest faithful seam is torch itself: a ``TorchFunctionMode``
-replaces the device by the CPU, and the few ``torch.cuda`` functions that Megatron calls get a stand-in.  Everything is
-registered on an ``ExitStack`` and reverted by closing it.
+Megatron names ``device="cuda"`` everywhere, so the smallest faithful seam is torch itself: what makes or moves tensors
+takes the CPU for a CUDA device, and the few ``torch.cuda`` functions that Megatron calls get a stand-in.  A
+``TorchFunctionMode`` would see every call and every attribute of a tensor, which takes a fifth of a small model's
+iteration.  Everything is registered on an ``ExitStack`` and reverted by closing it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ from typing import Any
 
 import torch
 import torch.accelerator
-import torch.autograd
 import torch.cuda.random
 import torch.distributed.distributed_c10d
 import torch.utils.data.dataloader
-from torch.overrides import TorchFunctionMode
 
-from megatron.fill.hooks import BubbleBus
-from pipefill_patches.patch import Call, around, replace
+from pipefill_patches.patch import Call, around, replace, wrap
 
 _CPU = torch.device("cpu")
 
@@ -39,55 +37,58 @@ def _on_cpu(device: Any) -> Any:
     return device
 
 
-def _tensor_cuda(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    return tensor
-
-
-def _tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if "device" in kwargs:
-        kwargs["device"] = _on_cpu(kwargs["device"])
-    elif args:
-        args = (_on_cpu(args[0]), *args[1:])
-    return tensor.to(*args, **kwargs)
-
-
-def _tensor_type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    # Megatron's optimizers sort parameters by comparing this name with 'torch.cuda.FloatTensor' and the like.
-    if dtype is None:
-        return tensor.type().replace("torch.", "torch.cuda.", 1)
-    if isinstance(dtype, str):
-        dtype = dtype.replace("torch.cuda.", "torch.", 1)
-    return tensor.type(dtype, non_blocking=non_blocking, **kwargs)
-
-
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-_METHODS: dict[Any, Call] = {
-    torch.Tensor.cuda: _tensor_cuda,
-    torch.Tensor.to: _tensor_to,
-    torch.Tensor.type: _tensor_type,
-    torch.Tensor.pin_memory: _tensor_cuda,
-}
+def _same(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return tensor
 
 
-class CudaOnCpu(TorchFunctionMode):
-    """Runs every torch call that names a CUDA device on the CPU instead."""
-
-    def __torch_function__(
-        self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        method = _METHODS.get(func)
-        if method is not None:
-            return method(*args, **(kwargs or {}))
-        if not kwargs:
-            return func(*args)
+def _making(make: Call) -> Call:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+            kwargs["device"] = _on_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):  # without a device, memory cannot be pinned
-            kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
+            kwargs["pin_memory"] = False
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _moving(move: Call) -> Call:
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        elif args:
+            args = (_on_cpu(args[0]), *args[1:])
+        return move(tensor, *args, **kwargs)
+
+    return moved
+
+
+def _typing(type_of: Call) -> Call:
+    # Megatron's optimizers sort parameters by comparing this name with 'torch.cuda.FloatTensor' and the like.
+    def typed(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return type_of(tensor).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return type_of(tensor, dtype, non_blocking=non_blocking, **kwargs)
+
+    return typed
+
+
+# The functions of torch, and the methods of a tensor, that take a device by its name.
+_MAKERS = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full"),
+    *("full_like", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like"),
+    *("randn", "randn_like", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor"),
+    *("sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor", "sparse_csr_tensor", "tensor"),
+    *("tril_indices", "triu_indices", "zeros", "zeros_like", "bartlett_window", "blackman_window", "hamming_window"),
+    *("hann_window", "kaiser_window"),
+)
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 class Stream:
@@ -234,26 +235,16 @@ def install(stack: contextlib.ExitStack) -> None:
     replace(stack, torch.accelerator, "current_accelerator", lambda check_available=False: None)
     replace(stack, torch.accelerator, "device_count", lambda: 0)
 
-    # The call's argument parser refuses a stream that is not torch's own, before any mode is called.
+    for name in _MAKERS:
+        wrap(stack, torch, name, _making)
+    for name in _METHODS:
+        wrap(stack, torch.Tensor, name, _making)
+    wrap(stack, torch.Tensor, "to", _moving)
+    wrap(stack, torch.Tensor, "type", _typing)
+    replace(stack, torch.Tensor, "cuda", _same)
+    replace(stack, torch.Tensor, "pin_memory", _same)
     replace(stack, torch.Tensor, "record_stream", _nothing)
 
     for module in (torch.distributed, torch.distributed.distributed_c10d):
         around(stack, module, "init_process_group", _without_device_id)
     around(stack, torch.utils.data.dataloader._BaseDataLoaderIter, "__init__", _keeping_rng_state)
-
-    mode = CudaOnCpu()
-
-    def in_mode(engine: Call, /, *args: Any, **kwargs: Any) -> Any:
-        # backward() is itself a torch function, and a mode is off inside the call that it handles.  But the backward of
-        # a Python autograd.Function (such as activation recomputation) needs it.
-        with mode:
-            return engine(*args, **kwargs)
-
-    def beside(wait: Call, bus: BubbleBus, /, *args: Any, **kwargs: Any) -> Any:
-        # A collective is a torch function too, and a callback may compute during its wait, in the mode.
-        with mode if bus.callbacks else contextlib.nullcontext():
-            return wait(bus, *args, **kwargs)
-
-    around(stack, torch.autograd, "_engine_run_backward", in_mode)
-    around(stack, BubbleBus, "wait", beside)
-    stack.enter_context(mode)

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from megatron.fill.errors import GraphError
 from megatron.fill.hooks import Callback
-from pipefill_patches import cpu_backend
 
 _REMEMBERED = 8  # number of recent waits kept per place in the schedule
 _NEVER = 1 << 62  # number of a microbatch that never comes
@@ -297,10 +296,6 @@ class CallThread:
         return future
 
     def _make(self) -> None:
-        if cpu_backend.PATCH.applied:  # torch function modes are per thread
-            from pipefill_patches.cpu_torch import CudaOnCpu
-
-            CudaOnCpu().__enter__()
         while True:
             call, future = self._calls.get()
             try:
