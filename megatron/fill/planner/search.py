@@ -16,15 +16,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from math import inf
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from megatron.fill.display import size
 from megatron.fill.errors import PlanError
 from megatron.fill.planner.held import processing_time_s
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, NodeProfile
+
+if TYPE_CHECKING:  # 10 MiB, which only the agents of planned jobs need
+    import numpy as np
+    from numpy.typing import NDArray
 
 type _Counts = NDArray[np.int64]
 
@@ -84,6 +86,8 @@ def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> Executi
     """Return the best plan for one configuration, None if a node fits no bubble; PlanError if all nodes take 0 ns."""
     if profile.duration_ns == 0:
         raise PlanError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
+    import numpy as np
+
     tables = _tables(cycle, profile, reserve_ns)
     nodes = len(profile.nodes)
     after = np.arange(nodes)
@@ -115,6 +119,8 @@ def _repeating(ends: Sequence[int]) -> list[int]:
 
 def _tables(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int) -> list[_Counts]:
     """Return for each bubble the number of nodes that fit into it, by first node."""
+    import numpy as np
+
     nodes = len(profile.nodes)
     first = np.arange(nodes)
     durations = np.array([node.duration_ns for node in profile.nodes], dtype=np.int64)
