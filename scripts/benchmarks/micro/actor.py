@@ -35,6 +35,7 @@ class Actor:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command],
+                bufsize=0,  # else closing writes again what a process that has ended did not take
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -53,7 +54,6 @@ class Actor:
         """Have it do something; ``answer`` waits for what comes of it."""
         try:
             self._to.write(json.dumps({"do": action} | arguments).encode() + b"\n")
-            self._to.flush()
         except BrokenPipeError as error:
             raise ActorError(self._why("has ended")) from error
 
