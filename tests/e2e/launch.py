@@ -106,7 +106,8 @@ class Warm:
         request = json.dumps(asked).encode() + b"\n"
         descriptors = array.array("i", output).tobytes()
         sent = self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        self._socket.sendall(request[sent:])
+        if sent < len(request):  # else the child may have ended by now, and nothing can be sent any more
+            self._socket.sendall(request[sent:])
         self._answers = self._socket.makefile()
         self.pid = int(self._answers.readline())
         self._code: int | None = None

@@ -38,6 +38,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -45,7 +46,7 @@ HEAVY = (
     *("torch", "torch.distributed", "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch._dynamo"),
     *("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo", "networkx", "omegaconf", "wandb"),
     *("transformers.models.auto.tokenization_auto", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy"),
-    *("rich", "yaml", "matplotlib.figure", "matplotlib.backends.backend_agg", "torch.optim.optimizer"),
+    *("peft", "rich", "yaml", "matplotlib.figure", "matplotlib.backends.backend_agg", "torch.optim.optimizer"),
 )
 # Megatron, and what `pretrain_gpt.py` imports of PipeFill: nothing is patched by that.
 RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql")
@@ -72,6 +73,7 @@ def serve(path: str, *modules: str, then: str = "") -> None:
     if "megatron.training" in sys.modules:
         parse()
         save()
+    keep()
     gc.freeze()  # else the first collection in a rank copies all of it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
@@ -127,6 +129,13 @@ def save() -> None:
     filesystem_async.get_write_results_queue = functools.partial(
         filesystem_async.get_write_results_queue, mp_mode="fork"
     )
+
+
+def keep() -> None:
+    """Have no child take torch's operators apart at its end, 200 libraries of them."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if (alive := finalizer.peek()) and alive[1].__module__ == "torch.library":
+            finalizer.atexit = False
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
