@@ -1,9 +1,9 @@
 """The torch half of the CPU backend: a stand-in for ``torch.cuda`` in a process without a CUDA device.
 
 Megatron names ``device="cuda"`` everywhere, so the smallest faithful seam is torch itself: what makes or moves tensors
-takes the CPU for a CUDA device, and the few ``torch.cuda`` functions that Megatron calls get a stand-in.  A
-``TorchFunctionMode`` would see every call and every attribute of a tensor, which takes a fifth of a small model's
-iteration.  Everything is registered on an ``ExitStack`` and reverted by closing it.
+takes the CPU for a CUDA device, and the few ``torch.cuda`` functions that Megatron calls get a stand-in.  (A
+``TorchFunctionMode`` would be called for every function and every attribute of a tensor.)  Everything is registered on
+an ``ExitStack`` and reverted by closing it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 import torch.accelerator
 import torch.cuda.random
 import torch.distributed.distributed_c10d
+import torch.fft
+import torch.nested
 import torch.utils.data.dataloader
 
 from pipefill_patches.patch import Call, around, replace, wrap
@@ -79,16 +81,20 @@ def _typing(type_of: Call) -> Call:
     return typed
 
 
-# The functions of torch, and the methods of a tensor, that take a device by its name.
-_MAKERS = (
-    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full"),
-    *("full_like", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like"),
-    *("randn", "randn_like", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor"),
-    *("sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor", "sparse_csr_tensor", "tensor"),
-    *("tril_indices", "triu_indices", "zeros", "zeros_like", "bartlett_window", "blackman_window", "hamming_window"),
-    *("hann_window", "kaiser_window"),
-)
-_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+# The functions and methods that take a device as a keyword.
+_MAKERS: dict[Any, tuple[str, ...]] = {
+    torch: (
+        *("arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like"),
+        *("empty_permuted", "empty_quantized", "empty_strided", "eye", "from_file", "full", "full_like"),
+        *("hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "ones_like"),
+        *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "range"),
+        *("scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor"),
+        *("sparse_csc_tensor", "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+    ),
+    torch.fft: ("fftfreq", "rfftfreq"),
+    torch.nested: ("nested_tensor",),
+    torch.Tensor: ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
+}
 
 
 class Stream:
@@ -235,10 +241,9 @@ def install(stack: contextlib.ExitStack) -> None:
     replace(stack, torch.accelerator, "current_accelerator", lambda check_available=False: None)
     replace(stack, torch.accelerator, "device_count", lambda: 0)
 
-    for name in _MAKERS:
-        wrap(stack, torch, name, _making)
-    for name in _METHODS:
-        wrap(stack, torch.Tensor, name, _making)
+    for owner, names in _MAKERS.items():
+        for name in names:
+            wrap(stack, owner, name, _making)
     wrap(stack, torch.Tensor, "to", _moving)
     wrap(stack, torch.Tensor, "type", _typing)
     replace(stack, torch.Tensor, "cuda", _same)

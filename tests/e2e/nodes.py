@@ -106,7 +106,7 @@ class Ranks:
 
     @property
     def iterations(self) -> int:
-        return sum(" iteration " in line for line in self.output)
+        return sum("consumed samples" in line for line in self.output)
 
     def end(self, seconds: float) -> int:
         """Ask the ranks to end, which they do after their iteration; return the number of those that failed."""

@@ -114,7 +114,7 @@ def test_paired_blocks_and_baseline(tmp_path):
         running.wait_for_jobs(dict.fromkeys(["spin-0", "spin-1"], stepped))
         running.wait(lambda: len(list((tmp_path / "run").glob("records/*/settled/*"))) == 2)
         seen = len(running.output)
-        running.wait(lambda: sum(" iteration " in line for line in running.output[seen:]) >= 4 * 8)
+        running.wait(lambda: sum("consumed samples" in line for line in running.output[seen:]) >= 4 * 8)
         trained = running.end()
     finally:
         running.process.kill()

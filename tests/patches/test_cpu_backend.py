@@ -24,10 +24,27 @@ def run(code: str, /, *, megatron: bool = False, **environ: str) -> subprocess.C
 
 
 USE = """
-import torch
+import threading, torch, types
 assert torch.zeros(1, device="cuda").device.type == "cpu"
 assert torch.zeros(1, device=torch.cuda.current_device()).to("cuda:0").device.type == "cpu"
 assert torch.zeros(1).cuda().type() == "torch.cuda.FloatTensor"
+assert torch.normal(0.0, 1.0, (2,), device="cuda").device == torch.fft.fftfreq(4, device="cuda").device
+made = []
+thread = threading.Thread(target=lambda: made.append(torch.zeros(1, device="cuda").new_ones(1, device="cuda:0")))
+thread.start()
+thread.join()
+assert made[0].device.type == "cpu"
+# Whatever makes a tensor on a device, by torch's own list of operations.
+takes_device = {
+    schema.name.removeprefix("aten::")
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("aten::") and any(argument.name == "device" for argument in schema.arguments)
+}
+others = {"Generator", "is_pinned"}
+for owner in (torch, torch.Tensor):
+    for name in sorted(takes_device - others):
+        function = getattr(owner, name, None)
+        assert name[0] == "_" or function is None or isinstance(function, types.FunctionType), (owner, name)
 torch.ones(2, pin_memory=True).pin_memory().record_stream(torch.cuda.current_stream())
 with torch.cuda.stream(torch.cuda.Stream()) as stream:
     torch.cuda.synchronize()
@@ -60,8 +77,8 @@ from megatron.core.tensor_parallel import random
 torch.compiler.set_stance("default")
 torch.set_num_threads(2)
 
-holders = (torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.accelerator, torch.distributed,
-           torch.distributed.distributed_c10d, arguments, utils, random, DistributedOptimizer)
+holders = (torch, torch.Tensor, torch.fft, torch.nested, torch.cuda, torch.cuda.random, torch.accelerator,
+           torch.distributed, torch.distributed.distributed_c10d, arguments, utils, random, DistributedOptimizer)
 
 def state():
     # The torch modules keep lazily made values of their own in names that begin with an underscore.

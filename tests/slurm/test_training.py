@@ -46,7 +46,7 @@ def submit(slurm: PrivateSlurm, folder: Path, flags: str, *options: str, iterati
 
 def iterations(folder: Path, job: str) -> int:
     path = folder / f"pipefill-{job}.out"
-    return path.read_text().count(" iteration ") if path.exists() else 0
+    return path.read_text().count("consumed samples") if path.exists() else 0
 
 
 def jobs(folder: Path, run: str) -> dict[str, Job]:

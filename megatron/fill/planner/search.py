@@ -24,7 +24,7 @@ from megatron.fill.planner.held import processing_time_s
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, NodeProfile
 
-if TYPE_CHECKING:  # 10 MiB, which only the agents of planned jobs need
+if TYPE_CHECKING:  # it is large, and of the agents only those of planned jobs need it
     import numpy as np
     from numpy.typing import NDArray
 

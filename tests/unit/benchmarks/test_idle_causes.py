@@ -32,10 +32,13 @@ def account(**long_ms: float) -> AccountRecord:
     return AccountRecord(0, 0, 2, 10**12, True, spent)
 
 
+def worker(*uses: BubbleUse) -> WorkerRecord:
+    return WorkerRecord("job", 0, 1, 0.0, sum(its.harvested_ns for its in uses), 0, 0.0, uses)
+
+
 def found(bubbles: list[Bubble], *uses: BubbleUse, settled_after: int = 0, **long_ms: float) -> dict[str, float]:
-    worker = WorkerRecord("job", 0, 1, 0.0, sum(its.harvested_ns for its in uses), 0, 0.0, uses)
     record = RankRecord(INFO, [], bubbles, [], settled_after=settled_after)
-    return {cause: ns / MS for cause, ns in causes_of(record, [worker], account(**long_ms)).items()}
+    return {cause: ns / MS for cause, ns in causes_of(record, [worker(*uses)], account(**long_ms)).items()}
 
 
 def test_a_training_that_begins_is_filled_and_probed():
@@ -92,8 +95,7 @@ def test_bubbles_of_one_kind_are_apart():
         bubble(4, 7, filling=False),
     ]
     uses = (use(1, 15, 2, 20), use(2, 24, 3, 30))
-    worker = WorkerRecord("job", 0, 1, 0.0, sum(its.harvested_ns for its in uses), 0, 0.0, uses)
-    its = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker], DRAIN)
+    its = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker(*uses)], DRAIN)
     ms = {cause: ns / MS for cause, ns in its.items() if ns}
     assert ms == {"warm-up": 10, "filled": 24, "runtime": 6, "probes": 40}
 
@@ -106,8 +108,7 @@ def test_bubbles_from_an_iteration_on_are_apart_and_warm_up_ends_where_it_did():
         bubble(4, 40, filling=False),
     ]
     uses = (use(1, 15, 2, 20), use(2, 24, 3, 30))
-    worker = WorkerRecord("job", 0, 1, 0.0, sum(its.harvested_ns for its in uses), 0, 0.0, uses)
-    its = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker], start=3)
+    its = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker(*uses)], start=3)
     assert {cause: ns / MS for cause, ns in its.items() if ns} == {"filled": 24, "runtime": 6, "probes": 40}
-    only_off = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker], start=4)
+    only_off = bubble_causes(RankRecord(INFO, [], bubbles, []), [worker(*uses)], start=4)
     assert {cause: ns / MS for cause, ns in only_off.items() if ns} == {"probes": 40}

@@ -19,6 +19,7 @@ RULES: dict[str, set[str]] = {
     "status": set(),
     "types": {"status"},
     "errors": set(),
+    "lazy": set(),
     "folders": set(),
     "untrusted": set(),
     "models": set(),
@@ -75,7 +76,7 @@ RULES: dict[str, set[str]] = {
         *("agent", "console", "device", "display", "errors", "folders", "given", "linux", "pages", "pipeline"),
         *("planner", "profiles", "records", "report", "sandbox", "store", "trial", "types", "untrusted"),
     },
-    "__init__": {"errors", "hooks", "sidetask", "types"},
+    "__init__": {"errors", "hooks", "lazy", "sidetask", "types"},
 }
 # wing -> the other wings that it may import, from the bottom up.  A wing may import all of the core but the app.
 WINGS: dict[str, set[str]] = {

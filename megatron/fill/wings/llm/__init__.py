@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron.fill.lazy import lazily
 
 if TYPE_CHECKING:
     from megatron.fill.wings.llm.batch import BatchJob
     from megatron.fill.wings.llm.evaluate import EvaluateCheckpoints
     from megatron.fill.wings.llm.tuning import DraftTuning
+else:  # the verifiers need nothing of them
+    __getattr__ = lazily(__name__, {"batch": "BatchJob", "evaluate": "EvaluateCheckpoints", "tuning": "DraftTuning"})
 
 __all__ = ["BatchJob", "DraftTuning", "EvaluateCheckpoints"]
-_MODULES = {"BatchJob": "batch", "DraftTuning": "tuning", "EvaluateCheckpoints": "evaluate"}
-
-
-def __getattr__(name: str) -> Any:
-    """The jobs, imported when they are asked for: the verifiers need nothing of them."""
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
