@@ -39,28 +39,36 @@ def end_descendants() -> None:
 
 def end_below(pid: int, budget_s: float) -> bool:
     """Stop, then kill, all processes below another, which is stopped and adopts orphans; True if all are gone."""
-    return _end(lambda: _alive(descendants(pid)), budget_s, collect=lambda: None)
+    dead: set[int] = set()  # children of it: nobody reaps them, so no other process gets their pids
+
+    def collect() -> bool:
+        died = {child.pid for child in _read(set(children(pid)) - dead) if not child.alive}
+        dead.update(died)
+        return bool(died)
+
+    return _end(lambda: _alive(descendants(pid, dead)), budget_s, collect)
 
 
 def _end(
     look: Callable[[], list[Process]],
     budget_s: float,
-    collect: Callable[[], None],
+    collect: Callable[[], bool],
     groups: Callable[[list[Process]], set[int]] = lambda processes: set(),
     at_once: Callable[[], None] = lambda: None,
 ) -> bool:
     """Stop all living processes, then kill them: a stopped one does not fork, so even a fork bomb is a finite set.
 
-    ``collect`` reaps those that have died; ``groups`` returns those of their process groups that hold no other process.
+    ``collect`` reaps those that have died, and returns True if any had; ``groups`` returns those of the processes'
+    groups that hold no other process.
     """
     end_s = time.monotonic() + budget_s
     empty = 0
     while True:
         at_once()
         processes = _stop_all(look, groups, end_s)
-        collect()
-        # A single look may miss a process that is just moving from a dying parent to us.
-        empty = 0 if processes else empty + 1
+        # A look misses a process that ends after its child has started, and a child whose parent has not ended yet.  As
+        # long as such a chain goes on, there are more that have died at each look.
+        empty = 0 if collect() or processes else empty + 1
         if empty == 2:
             return True
         for group in groups(processes):
@@ -68,7 +76,7 @@ def _end(
         for process in processes:
             _signal(os.kill, process.pid, signal.SIGKILL)
         if time.monotonic() > end_s:
-            return not look()
+            return not (look() or collect())
         time.sleep(_LOOK_S)
 
 
@@ -94,21 +102,26 @@ def _orphans() -> list[Process]:
     return _alive(pid for child in _adopted() for pid in (child.pid, *descendants(child.pid)))
 
 
+def _read(pids: Iterable[int]) -> list[Process]:
+    return list(filter(None, map(read_process, pids)))
+
+
 def _alive(pids: Iterable[int]) -> list[Process]:
-    return [process for process in filter(None, map(read_process, pids)) if process.alive]
+    return [process for process in _read(pids) if process.alive]
 
 
-def _collect() -> None:
-    """Reap adopted orphans that have died."""
-    for child in _adopted():
-        if not child.alive:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child.pid, os.WNOHANG)
+def _collect() -> bool:
+    """Reap adopted orphans that have died; True if there were any."""
+    died = [child.pid for child in _adopted() if not child.alive]
+    for pid in died:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return bool(died)
 
 
 def _adopted() -> list[Process]:
     """The orphans that this process adopted, dead or alive."""
-    found = filter(None, map(read_process, children(os.getpid())))
+    found = _read(children(os.getpid()))
     return [child for child in found if child.pid not in OWN and child.group != os.getpgrp()]
 
 

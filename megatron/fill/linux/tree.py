@@ -7,6 +7,7 @@ agent.  So a process that double-forks or starts its own session stays a descend
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.fill.linux.proc import names_in, read, stat_fields
@@ -52,10 +53,10 @@ def children(pid: int, proc: str = "/proc") -> list[int]:
     return [int(child) for thread in threads for child in read(f"{proc}/{pid}/task/{thread}/children").split()]
 
 
-def descendants(pid: int, proc: str = "/proc") -> list[int]:
-    """Every process below ``pid``, parents before children."""
+def descendants(pid: int, without: Iterable[int] = (), proc: str = "/proc") -> list[int]:
+    """Every process below ``pid``, parents before children; none of ``without``, and nothing below those."""
     found: list[int] = []
-    pending, seen = children(pid, proc), {pid}
+    pending, seen = children(pid, proc), {pid, *without}
     while pending:
         child = pending.pop()
         if child not in seen:  # a pid may be reused during the search

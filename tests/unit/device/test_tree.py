@@ -43,7 +43,7 @@ def test_descendants_are_found_through_all_threads(tmp_path):
             folder = tmp_path / str(pid) / "task" / str(thread)
             folder.mkdir(parents=True)
             (folder / "children").write_text(below + " ")
-    assert sorted(descendants(1, str(tmp_path))) == [2, 3, 4, 5]  # and a loop, by a number used anew, ends
+    assert sorted(descendants(1, proc=str(tmp_path))) == [2, 3, 4, 5]  # and a loop, by a number used anew, ends
 
 
 def test_a_mark_is_whole(tmp_path):
