@@ -143,7 +143,7 @@ noise = st.one_of(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(noise, st.integers(0, 1100), noise, st.sampled_from([0, 8 * 64 + 65_536 * 56, WORD_AT]), st.integers(0, 3))
 def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, rows):
     fd = create_log()

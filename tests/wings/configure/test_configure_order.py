@@ -59,7 +59,7 @@ def period_ns(its: Evaluator, layout: Parallel) -> int:
     return timeline(its.iteration(layout)).period_ns
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(trainings(), st.randoms(use_true_random=False))
 def test_more_takes_no_less(training, random):
     sizes, others, cluster = training
@@ -102,7 +102,7 @@ def test_more_takes_no_less(training, random):
         assert period_ns(eight, layout) <= period * max(1.01, most)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(trainings())
 def test_what_is_proposed_fits(training):
     its = evaluator(*training)
