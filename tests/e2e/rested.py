@@ -11,12 +11,13 @@ import os
 import runpy
 import sys
 
-from tests.e2e.warm import REST, rest
+from tests.e2e.warm import REST, invent, rest
 
 
 def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    invent()
     rest(float(os.environ[REST]) / 1e3)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

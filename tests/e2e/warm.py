@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import ast
 import atexit
 import contextlib
 import ctypes
@@ -49,7 +50,11 @@ HEAVY = (
     *("peft", "rich", "yaml", "matplotlib.figure", "matplotlib.backends.backend_agg", "torch.optim.optimizer"),
 )
 # Megatron, and what `pretrain_gpt.py` imports of PipeFill: nothing is patched by that.
-RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql")
+RANK = (
+    *("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql", "tiktoken"),
+    *("megatron.core.datasets.blended_megatron_dataset_builder", "megatron.core.tokenizers.text.models"),
+    "megatron.core.models.mimo",
+)
 ORPHAN_S = 30.0
 PR_SET_PDEATHSIG = 1
 PR_SET_MM, PR_SET_MM_MAP = 35, 14
@@ -73,6 +78,7 @@ def serve(path: str, *modules: str, then: str = "") -> None:
     if "megatron.training" in sys.modules:
         parse()
         save()
+        invent()
     keep()
     gc.freeze()  # else the first collection in a rank copies all of it
     with socket.socket(socket.AF_UNIX) as listener:
@@ -115,10 +121,11 @@ def draw() -> None:
 
 
 def parse() -> None:
-    """Have the sources ready that Megatron's parser takes its help texts from, which takes it as long."""
+    """Have the sources read that Megatron's parser takes its help texts from, which takes it as long."""
     from megatron.training.arguments import add_megatron_arguments
 
     inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
+    ast.parse = functools.cache(ast.parse)  # type: ignore[assignment]
     add_megatron_arguments(argparse.ArgumentParser())
 
 
@@ -129,6 +136,13 @@ def save() -> None:
     filesystem_async.get_write_results_queue = functools.partial(
         filesystem_async.get_write_results_queue, mp_mode="fork"
     )
+
+
+def invent() -> None:
+    """Have Megatron invent 3,000 sequences of mock data, and not 100,000 that every rank shuffles three times."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 3000
 
 
 def keep() -> None:
