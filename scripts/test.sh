@@ -75,7 +75,7 @@ if [ $# -gt 0 ]; then
     exec "$venv/bin/python" -m pytest "$@"
 fi
 # Of end-to-end tests, which train on two cores, no more than two are run at a time.  They often wait for something, and
-# so do some of the others: side by side both keep the cores busy, and the end-to-end tests' output comes last.  They
+# so do the others: three of those beside them keep both cores busy, and the end-to-end tests' output comes last.  They
 # come first, a ninth of the weight for the others: a training that waits for its jobs goes on for nothing.
 # Both fork what needs torch, or Megatron too, from processes that have imported it.
 status=0
@@ -90,7 +90,7 @@ warm=$!
 e2e=$!
 set +m
 trap 'kill -INT "$e2e" 2>/dev/null || :; rm -rf "$folder"; kill "$warm"; wait "$warm" || :' EXIT
-PIPEFILL_TEST_NICE=10 "$venv/bin/python" -m pytest --numprocesses 2 "${suites[@]}" || status=$?
+PIPEFILL_TEST_NICE=10 "$venv/bin/python" -m pytest --numprocesses 3 "${suites[@]}" || status=$?
 wait "$e2e" || status=$?
 cat "$folder/log"
 exit "$status"
