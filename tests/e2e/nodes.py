@@ -21,7 +21,17 @@ from megatron.fill.store import Job, JobStore
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
 from tests.e2e.network import DATABASE, TRAINING, Network
-from tests.e2e.training import ENDLESS, ROOT, SCRIPT, Trained, processes, settings, warm_python, write_jobs
+from tests.e2e.training import (
+    ENDLESS,
+    ROOT,
+    SCRIPT,
+    Trained,
+    iterations_in,
+    processes,
+    settings,
+    warm_python,
+    write_jobs,
+)
 from tests.e2e.warm import REST
 from tests.support.postgres import PrivatePostgres
 from tests.support.waiting import until
@@ -106,7 +116,7 @@ class Ranks:
 
     @property
     def iterations(self) -> int:
-        return sum("consumed samples" in line for line in self.output)
+        return iterations_in(self.output)
 
     def end(self, seconds: float) -> int:
         """Ask the ranks to end, which they do after their iteration; return the number of those that failed."""

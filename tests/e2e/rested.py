@@ -1,4 +1,4 @@
-"""Runs a training script in a Python of its own that rests after each iteration, as the warm ones do.
+"""Runs a training script in a Python of its own that rests after each iteration, and invents data, as warm ones do.
 
     python rested.py SCRIPT FLAGS...
 

@@ -21,6 +21,7 @@ from tests.e2e.training import (
     Running,
     Trained,
     finished,
+    iterations_in,
     processes,
     settings,
     stepped,
@@ -114,7 +115,7 @@ def test_paired_blocks_and_baseline(tmp_path):
         running.wait_for_jobs(dict.fromkeys(["spin-0", "spin-1"], stepped))
         running.wait(lambda: len(list((tmp_path / "run").glob("records/*/settled/*"))) == 2)
         seen = len(running.output)
-        running.wait(lambda: sum("consumed samples" in line for line in running.output[seen:]) >= 4 * 8)
+        running.wait(lambda: iterations_in(running.output[seen:]) >= 4 * 8)
         trained = running.end()
     finally:
         running.process.kill()

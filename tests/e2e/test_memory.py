@@ -23,7 +23,7 @@ _MARGIN, _SPARE = 1024 * MIB, 4096 * MIB  # what jobs have to leave free, and wh
 _MISSING = 60 * MIB  # of the margin, once the main job has grown
 _TRIES = 4
 _LOOK_S = 0.1
-# Its bubbles are four times as long as elsewhere: on a busy machine too, a pass over all layers fits them.
+# Its bubbles are longer than elsewhere: what the language model does in one step fits them on a busy machine too.
 _LONGER = f"{MODEL} --hidden-size 256 --seq-length 64 --max-position-embeddings 64"
 # A job that gets little of a busy machine has the grace to give memory back.  All of a language model's is written in
 # one step, which takes a second where the machine has to find that much first.

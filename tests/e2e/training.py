@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -231,7 +231,7 @@ class Running:
     @property
     def iterations(self) -> int:
         """The number of iterations that it has told of."""
-        return sum("consumed samples" in line for line in self.output)  # a checkpoint names its iteration too
+        return iterations_in(self.output)
 
     def _jobs(self) -> list[Job]:
         return [] if self._store is None else self._store.list()
@@ -284,6 +284,11 @@ def train_until(
         return running.end()
     finally:
         running.process.kill()
+
+
+def iterations_in(lines: Iterable[str]) -> int:
+    """The number of iterations that a training's output tells of."""
+    return sum("consumed samples" in line for line in lines)  # a checkpoint names its iteration too
 
 
 def finished(job: Job) -> bool:

@@ -14,7 +14,7 @@ WORDS = ["pipeline", "model", "leaves", "idle", "time", "which", "other", "work"
 def folder(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
-    for number, length in enumerate([3, 500, 40, 60, 5, 20]):
+    for number, length in enumerate([3, 500, 100, 40, 60, 5, 20]):
         words = [WORDS[(number + i * i) % len(WORDS)] for i in range(length)]
         (texts / f"{number:02d}.txt").write_text(" ".join(words), encoding="utf-8")
     (texts / "empty.txt").write_bytes(b"")

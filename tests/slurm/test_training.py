@@ -12,7 +12,7 @@ import pytest
 
 from megatron.fill.store import Job, open_store
 from megatron.fill.types import JobState
-from tests.e2e.training import MODEL, ROOT, UPSTREAM, Trained, train, write_jobs
+from tests.e2e.training import MODEL, ROOT, UPSTREAM, Trained, iterations_in, train, write_jobs
 from tests.slurm.cluster import PrivateSlurm
 from tests.slurm.conftest import output, running_slurm
 from tests.support.postgres import NoPostgres, PrivatePostgres
@@ -46,7 +46,7 @@ def submit(slurm: PrivateSlurm, folder: Path, flags: str, *options: str, iterati
 
 def iterations(folder: Path, job: str) -> int:
     path = folder / f"pipefill-{job}.out"
-    return path.read_text().count("consumed samples") if path.exists() else 0
+    return iterations_in(path.read_text().splitlines()) if path.exists() else 0
 
 
 def jobs(folder: Path, run: str) -> dict[str, Job]:

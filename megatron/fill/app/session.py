@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -25,7 +24,7 @@ from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux import safefile
-from megatron.fill.linux.tree import descendants
+from megatron.fill.linux.reap import end_below
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
@@ -39,6 +38,7 @@ from megatron.fill.work import NewJob
 logger = logging.getLogger("pipefill")
 
 _WARDEN_END_S = 20.0
+_KILL_S = 5.0  # time to wait for the end of what is below a warden that did not end in its own
 
 
 @dataclass(eq=False)
@@ -199,12 +199,10 @@ class Session:
             logger.warning(
                 "rank %d: its fill agent did not end within %g s; it is killed", self.info.rank, _WARDEN_END_S
             )
-            below = descendants(self.warden.pid)
+            self.warden.send_signal(signal.SIGSTOP)  # so that what it has started cannot escape to another parent
+            end_below(self.warden.pid, _KILL_S)
             self.warden.kill()
             self.warden.wait()
-            for pid in below:  # stopped processes do not notice the warden's end
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
 
 
 def _uuid(device: str) -> str | None:

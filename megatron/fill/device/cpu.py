@@ -107,7 +107,7 @@ class HostLimiter:
 
         if not end_all(self._tree, _KILL_S, at_once, self._members):
             left = [process.pid for process in self._tree.look()]
-            logger.warning("worker %s: processes %s cannot be ended", self._name, left)
+            logger.warning("worker %s: not all of its processes can be ended; found are %s", self._name, left)
         self.held_bytes = 0
 
     def close(self) -> None:

@@ -66,8 +66,8 @@ def _end(
     while True:
         at_once()
         processes = _stop_all(look, groups, end_s)
-        # A look misses a process that ends after its child has started, and a child whose parent has not ended yet.  As
-        # long as such a chain goes on, there are more that have died at each look.
+        # A look misses a chain whose processes each fork the next and end: the one that it lists has ended when it is
+        # read, and the next was not there.  As long as a chain goes on, more have died at each look.
         empty = 0 if collect() or processes else empty + 1
         if empty == 2:
             return True

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from megatron.fill.folders import AGENTS
 from megatron.fill.linux import recordlock
 from megatron.fill.linux.tree import read_process
 from tests.support.children import Child
+from tests.support.hopping import all_ended, hopping
 from tests.support.waiting import until
 
 
@@ -134,41 +132,18 @@ def test_a_rank_waits_for_a_warden_that_ends_jobs(run, holder):
     assert gone(one.pid)
 
 
-FORKS = """
-import os, sys, time
-from megatron.fill.linux import host
-host.adopt_orphans()
+HOLDS = """
 from pathlib import Path
 from megatron.fill.agent.turn import DeviceTurn
 held = DeviceTurn(Path(sys.argv[1]), create=True)
 held.keep()
-if not os.fork():
-    os.setsid()
-    for hop in range(50_000):  # each child leaves its parent behind, and goes on in a session of its own
-        if os.fork():
-            os._exit(0)
-        os.setsid()
-        if hop == 200:
-            print(flush=True)
-        time.sleep(0.001)
-    os._exit(0)
-time.sleep(1000)
 """
 
 
 def test_a_job_that_forks_and_leaves_its_parents_does_not_survive_its_keeper(run):
-    path = turn_file(run, 0)
-    command = [sys.executable, "-c", FORKS, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as forks:
-        try:
-            assert forks.stdout is not None
-            forks.stdout.readline()
-            assert take(run, 0, leave_s=0.1)[1]
-            # A look at all processes may miss it, too; who is left holds the pipe open.
-            ended, _, _ = select.select([forks.stdout], [], [], 10)
-            assert ended
-        finally:
-            forks.kill()
+    with hopping(HOLDS, str(turn_file(run, 0))) as keeper:
+        assert take(run, 0, leave_s=0.1)[1]
+        assert all_ended(keeper)
 
 
 @pytest.mark.parametrize("pid", [0, -17])
