@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -206,6 +207,11 @@ class _Probe(Cache):
         return 0
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of the argument for a ``transformers`` model's cache, which is ``cache`` in newer releases."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def probe_shapes(model: Any, kinds: Sequence[str]) -> list[LayerShape]:
     """Return the shape of each layer's keys and values in a ``transformers`` model, by a pass over one token.
 
@@ -219,12 +225,13 @@ def probe_shapes(model: Any, kinds: Sequence[str]) -> list[LayerShape]:
     device, dtype = model.device, model.dtype
     mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
     with torch.inference_mode():
-        model.base_model(
+        base = model.base_model
+        base(
             input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
             position_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
             attention_mask=dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask,
-            past_key_values=probe,
             use_cache=True,
+            **{cache_argument(base): probe},
         )
     if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
         kept = f"layers {sorted(probe.shapes)}" if probe.shapes else "no layer"

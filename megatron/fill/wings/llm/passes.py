@@ -13,7 +13,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from megatron.fill.errors import TaskError
 from megatron.fill.wings.llm.attention import attention_kinds, attention_masks, text_config
-from megatron.fill.wings.llm.cache import PAGE, CacheView, PagedCache, pages_for, probe_shapes
+from megatron.fill.wings.llm.cache import PAGE, CacheView, PagedCache, cache_argument, pages_for, probe_shapes
 from megatron.fill.wings.llm.grouping import grouped, pass_cost
 
 
@@ -189,6 +189,7 @@ class ModelRunner:
         self._device, self._dtype = model.device, model.dtype  # the model looks through its weights for them
         self._kinds = attention_kinds(model)
         self.cache = PagedCache(probe_shapes(model, list(self._kinds)), model.dtype, str(model.device))
+        self._cache_argument = cache_argument(model)
         self.passes = LayeredPass(decoder_layers(model), pieces)
         self._cost = pass_cost(model, self.cache.token_bytes // model.dtype.itemsize)
 
@@ -242,8 +243,8 @@ class ModelRunner:
             "input_ids": torch.from_numpy(ids).to(device),
             "position_ids": torch.from_numpy(positions).to(device),
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            "past_key_values": view,
             "use_cache": True,
+            self._cache_argument: view,
         }
 
     def _mask(self, seen: np.ndarray) -> torch.Tensor:
