@@ -1,7 +1,8 @@
 """The CSV form of torch's pipelining schedules: a line per rank, an action per cell, such as ``0F1`` or ``3I0``.
 
 Empty cells are time steps without an action, and lines may differ in length, as in what torch writes.  Collectives
-(``2UNSHARD``) and transfers (``1RECV_F0``) are left out when a file is read: the timeline has its own.
+(``2UNSHARD``), transfers (``1RECV_F0``) and waits for either (``0WAIT_SEND_F0``, of torch 2.15) are left out when a file
+is read: the timeline has its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError
 _MOST_BYTES = 8 << 20  # a million passes
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _TOGETHER = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
-_LEFT_OUT = re.compile(r"\d+(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]\d+)")
+_LEFT_OUT = re.compile(r"\d+(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|(?:RECV|(?:WAIT_)?SEND)_[FB]\d+)")
 _EXPECTED = "expected such as 0F1, 1B0, 0I3, 0W3 or (0F0;1B0)OVERLAP_F_B"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,11 +26,8 @@ def test_a_file_round_trips(name: str, tmp_path: Path):
 def assert_torch_runs(path: Path, schedule: Schedule, again: Path) -> None:
     """Torch validates the file, and adds transfers; what it writes is the same schedule."""
     runtime = pytest.importorskip("torch.distributed.pipelining.schedules")._PipelineScheduleRuntime
-    theirs = runtime.__new__(runtime)  # its constructor needs a process group
-    theirs.pp_group_size, theirs._num_stages = schedule.stages, schedule.virtual_stages
-    theirs._n_microbatches = schedule.microbatches
-    theirs._stages, theirs.pipeline_order, theirs._defer_pp_recv = [], {}, False
-    theirs._max_active_stages, theirs._unshard_lookahead = 3, "full"  # from torch 2.15 on
+    stage = SimpleNamespace(num_stages=schedule.virtual_stages, group_size=schedule.stages, group_rank=0)
+    theirs = runtime([stage], schedule.microbatches)
     theirs._load_csv(str(path), format="compute_only")
     assert theirs.stage_index_to_group_rank == dict(enumerate(schedule.placement))
     theirs._dump_csv(str(again), format="compute_comms")
@@ -57,7 +55,8 @@ def test_the_examples_are_schedules_that_torch_runs(path: Path, tmp_path: Path):
 
 def test_transfers_and_empty_cells_are_left_out(tmp_path: Path):
     path = tmp_path / "own.csv"
-    path.write_text("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0,0REDUCE_GRAD\n,1RECV_F0,1F0,1I0,1SEND_B0,1W0\n")
+    first = "0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
+    path.write_text(f"{first}\n,1RECV_F0,1F0,1I0,1SEND_B0,1W0,1WAIT_SEND_B0\n")
     assert str(load_csv(path)).splitlines()[1:] == ["0: F0 B0", "1: F0 I0 W0"]
 
 
