@@ -1,8 +1,8 @@
 """The CSV form of torch's pipelining schedules: a line per rank, an action per cell, such as ``0F1`` or ``3I0``.
 
 Empty cells are time steps without an action, and lines may differ in length, as in what torch writes.  Collectives
-(``2UNSHARD``), transfers (``1RECV_F0``) and waits for either (``0WAIT_SEND_F0``, of torch 2.15) are left out when a file
-is read: the timeline has its own.
+(``2UNSHARD``), transfers (``1RECV_F0``) and waits for either (``0WAIT_SEND_F0``, from torch 2.15 on) are left out when
+a file is read: the timeline has its own.
 """
 
 from __future__ import annotations
