@@ -106,3 +106,11 @@ def test_groups_give_what_one_batch_gives(pieces, monkeypatch):
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
             assert (one - other).abs().max() < 1e-4
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_model_gets_its_cache_by_the_name_that_its_release_has():
+    runner = ModelRunner(model(), CONTEXT)
+    runner.cache.resize(1, {})
+    runner.begin([RowInput.following([1], [1, 2, 3], 0)])
+    assert runner.passes.run()
