@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.host import may_become
 from megatron.fill.sandbox.config import Bind, Sandbox
+from megatron.fill.sandbox.view import may_enter
 from megatron.fill.store.values import Job
 from megatron.fill.work import Work
 
@@ -100,11 +101,8 @@ def check_reach(user: JobUser, place: Path) -> None:
     """Raise ConfigError if the user may not enter a folder on a path that its jobs need: run folder, interpreter."""
     place = place.resolve()
     for part in [*reversed(place.parents), place]:
-        if part.exists():
-            found = part.stat()
-            bit = 0o100 if found.st_uid == user.uid else 0o010 if found.st_gid == user.gid else 0o001
-            if not found.st_mode & bit:
-                raise ConfigError(f"user {user.name} cannot enter {part}, and so cannot use {place}")
+        if part.exists() and not may_enter(part, user.uid, user.gid):
+            raise ConfigError(f"user {user.name} cannot enter {part}, and so cannot use {place}")
 
 
 def environment(

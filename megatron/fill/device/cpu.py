@@ -106,8 +106,9 @@ class HostLimiter:
                 cgroup.freeze()  # SIGKILL also ends frozen processes
 
         if not end_all(self._tree, _KILL_S, at_once, self._members):
-            left = [process.pid for process in self._tree.look()]
-            logger.warning("worker %s: not all of its processes can be ended; found are %s", self._name, left)
+            left = [process.pid for process in self._tree.look(self._members())]
+            found = left or "none any more"
+            logger.warning("worker %s: not all of its processes can be ended; found are %s", self._name, found)
         self.held_bytes = 0
 
     def close(self) -> None:

@@ -156,9 +156,9 @@ def _closed_folders(sandbox: Sandbox) -> list[str]:
     return list(found)
 
 
-def may_enter(folder: Path, user: int | None, group: int | None) -> bool:
-    """True if this user may search a folder, by the folder's mode."""
-    at = folder.stat()
+def may_enter(path: Path, user: int | None, group: int | None) -> bool:
+    """True if this user may search a folder, or run a program, by its mode."""
+    at = path.stat()
     bit = stat.S_IXUSR if at.st_uid == user else stat.S_IXGRP if at.st_gid == group else stat.S_IXOTH
     return bool(at.st_mode & bit)
 

@@ -14,8 +14,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 pytest.importorskip("llguidance")
 
+from megatron.fill.wings.llm.answering import Answering  # noqa: E402
+from megatron.fill.wings.llm.answers import AnswerFile  # noqa: E402
+from megatron.fill.wings.llm.attention import Context  # noqa: E402
 from megatron.fill.wings.llm.branching import Branching  # noqa: E402
 from megatron.fill.wings.llm.grammar import Grammars  # noqa: E402
+from megatron.fill.wings.llm.requests import Request  # noqa: E402
 from megatron.fill.wings.llm.sampling import Sampling, distribution  # noqa: E402
 from megatron.fill.wings.llm.sequence import GeneratedSequence, Wanted  # noqa: E402
 from megatron.fill.wings.llm.speccheck import EXACT, CheckedCase, check_step  # noqa: E402
@@ -57,6 +61,31 @@ def test_a_token_that_the_grammar_refuses_is_an_error_and_the_text_ends():
     grammar = Grammars(BYTES).of(SCHEMA)
     assert set(np.flatnonzero(grammar.allowed([1], ()))) == {END}
     assert grammar.error
+
+
+def test_a_choice_that_could_not_follow_the_schema_fails_its_request_also_after_a_restart(tmp_path):
+    request = Request(1, "one", False, ("ab",), n=2, schema=SCHEMA)
+
+    def answering():
+        file, context = AnswerFile(tmp_path / "answers.jsonl"), Context(100)
+        grammars = Grammars(BYTES)
+        return Answering([request], file, BYTES, context, "model", 0, lambda one: True, 257, grammars, "last", False)
+
+    before = answering()
+    failing = before.following()
+    failing.take([1], [], [END], BYTES.decode)
+    failing.grammar.allowed(failing.generated, ())
+    failing.take([END], [], [END], BYTES.decode)
+    before.ended(failing)
+    after = answering()
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    other = after.following()
+    other.take([*b'"b"', END], [], [END], BYTES.decode)
+    after.ended(other)
+    assert after.following() is None
+    (line,) = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    assert line["response"]["status_code"] == 500
+    assert line["response"]["body"]["error"]["message"].startswith("response_format could not be followed: ")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ class _Begun:
     prompt_tokens: int
     sequences: list[GeneratedSequence]  # one for each choice
     left: int  # number of those that have not ended
-    error: str | None = None  # reason that it cannot be answered
 
     @property
     def done(self) -> float:
@@ -89,7 +88,7 @@ class Answering:
         line, _ = sequence.name
         begun = self._begun[line]
         if sequence.grammar is not None and sequence.grammar.error is not None:
-            begun.error = f"response_format could not be followed: {sequence.grammar.error}"
+            sequence.fail(f"response_format could not be followed: {sequence.grammar.error}")
         sequence.grammar = None  # it takes memory
         begun.left -= 1
         self._answer_if_ended(line)
@@ -161,9 +160,7 @@ class Answering:
         del self._begun[line]
         request = begun.request
         failed = next((one.text for one in begun.sequences if one.finish == "error"), None)
-        if begun.error is not None:
-            self._write(error_answer(Refused(line, request.custom_id, begun.error, "response_format")))
-        elif failed is not None:
+        if failed is not None:
             self._refuse(request, failed, 500)
         else:
             try:
