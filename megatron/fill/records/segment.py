@@ -17,6 +17,7 @@ from typing import Any
 from megatron.fill.errors import FillError
 from megatron.fill.folders import BETWEEN, RECORDS
 from megatron.fill.linux.files import replacing
+from megatron.fill.linux.host import process_started_ns
 from megatron.fill.records.agent import Attempts, read_agent
 from megatron.fill.records.files import NothingRecorded, content_of, head, note, read_lines
 from megatron.fill.records.rank import read_rank
@@ -49,7 +50,7 @@ class Segment:
     folder: Path  # folder of its records
     number: int  # its number, from 1
     command: str  # command line of the training
-    started_s: float  # since the epoch
+    started_s: float  # the start of rank 0's process, since the epoch
     ranks: int  # number of ranks
     jobs: tuple[str, ...] = ()  # names of the jobs in its jobs file
     store: str = ""  # the job store that it served, without passwords; empty for none
@@ -157,7 +158,10 @@ class OpenSegment:
 
 
 def begin_segment(run_dir: Path, command: str, ranks: int, **more: Any) -> OpenSegment:
-    """Create the next segment's folder and file; ``more`` are further attributes of ``Segment``."""
+    """Create the next segment's folder and file; ``more`` are further attributes of ``Segment``.
+
+    It starts with this process, as the account of its time does, and not when the imports are done.
+    """
     records = run_dir / RECORDS
     records.mkdir(parents=True, exist_ok=True)
     for number in count(max(_numbers(records), default=0) + 1):
@@ -165,7 +169,8 @@ def begin_segment(run_dir: Path, command: str, ranks: int, **more: Any) -> OpenS
         with suppress(FileExistsError):  # another training of this run, at the same time
             folder.mkdir()
             break
-    return OpenSegment(Segment(folder, number, command, time.time(), ranks, **more))
+    started_s = time.time() - (time.monotonic_ns() - process_started_ns()) / 1e9
+    return OpenSegment(Segment(folder, number, command, started_s, ranks, **more))
 
 
 def note_failure(folder: Path, rank: int) -> bool:

@@ -257,7 +257,7 @@ class SegmentReport(_Model):
 
     number: int = Field(description="its number, from 1, and the name of its folder in records/")
     ending: SegmentEnding = Field(description="its ending: by itself, failed, cut off, or running if it has not ended")
-    started_s: float = Field(description="time of its start, in seconds since 1970")
+    started_s: float = Field(description="time at which the process of its rank 0 was started, in seconds since 1970")
     ended_s: float | None = Field(description="time of its end, in seconds since 1970; null if it was not recorded")
     ranks: int = Field(description="number of its ranks")
     recorded: int = Field(description="number of its ranks that left a record")

@@ -25,6 +25,8 @@ from tests.support.segments import write_rank, write_segment
 from tests.support.synthetic import MS, synthetic_run
 from tests.support.waiting import until
 
+_IMPORTED_S = time.time()
+
 WAIT_S = 20.0
 
 
@@ -333,6 +335,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=False)
     assert done.stdout == "running\n"
     assert last_segment(tmp_path).ending is SegmentEnding.CUT
+
+
+def test_a_segment_starts_with_its_process_and_not_after_the_imports(tmp_path: Path) -> None:
+    """The accounts of its ranks begin there, too, so that no time is also between two starts."""
+    assert begin_segment(tmp_path, "train", 1).segment.started_s < _IMPORTED_S
 
 
 def test_two_trainings_at_once_do_not_share_a_segment(tmp_path: Path) -> None:
