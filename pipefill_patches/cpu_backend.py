@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import os
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from megatron.fill.errors import ConfigError
 from megatron.fill.launcher import cores_by_srun, local_rank, ranks_here
 from pipefill_patches import arguments, cpu_gloo, cpu_layers, cpu_processes, cpu_torch, wheel
-from pipefill_patches.patch import Call, Patch, Target, around
+from pipefill_patches.patch import Call, Patch, Target, around, replace
 
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
+_ENERGY = Target("megatron.core.energy_monitor:EnergyMonitor.setup", ("self",), uses=("has_nvml",))
 
 
 def needed() -> bool:
@@ -115,6 +117,8 @@ def _install(stack: contextlib.ExitStack) -> None:
     around(stack, *wheel.COMPILE.resolve(), wheel.unless_shipped)
     wheel.resumable_adam(stack)
     cpu_layers.install(stack)
+    # For --log-energy, which asks NVIDIA's driver wherever pynvml can be imported; without it the energy is 0.
+    replace(stack, importlib.import_module("megatron.core.energy_monitor"), "has_nvml", False)
     logger = logging.getLogger(_RNG_LOGGER)
     logger.addFilter(_is_news)
     stack.callback(logger.removeFilter, _is_news)
@@ -131,6 +135,7 @@ PATCH = Patch(
         Target("megatron.core.tensor_parallel.random:_get_cuda_rng_state", ("device", "clone", "graph_safe")),
         Target("megatron.core.tensor_parallel.random:_set_cuda_rng_state", ("new_state", "device", "graph_safe")),
         cpu_processes.PREPARE,
+        _ENERGY,
         *cpu_layers.TARGETS,
     ),
 )

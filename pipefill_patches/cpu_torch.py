@@ -176,6 +176,8 @@ def _cuda_stand_ins() -> dict[str, Any]:
     """Return the replacements of ``torch.cuda``'s attributes, by name."""
     resident = dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _resident_bytes)
     peak = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_bytes)
+    # What NVIDIA's driver tells of a GPU; --log-straggler shows it.
+    unknown = dict.fromkeys(("clock_rate", "power_draw", "temperature", "utilization"), lambda *_args: 0)
     stream = Stream()
     silent = dict.fromkeys(
         ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"), _nothing
@@ -183,6 +185,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
     return {
         **resident,
         **peak,
+        **unknown,
         **silent,
         "is_available": lambda: True,
         # True makes torch's own lazy initialisation a no-op, so that torch.cuda's RNG functions act at once.

@@ -53,6 +53,8 @@ event.record()
 assert event.elapsed_time(torch.cuda.current_stream().record_event()) >= 0
 assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and not torch.accelerator.is_available()
 assert torch.cuda.max_memory_allocated() > 0 and torch.cuda.memory_stats()["reserved_bytes.all.current"] > 0
+assert torch.cuda.device_memory_used() > 0
+assert {getattr(torch.cuda, name)() for name in ("clock_rate", "power_draw", "temperature", "utilization")} == {0}
 
 class Double(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: x * 2)
@@ -67,18 +69,24 @@ compiled = torch.compile(lambda x: x + 1, backend=lambda *_: 1 / 0)
 assert compiled(x).tolist() == [2.0] * 3
 from megatron.core.datasets.utils import compile_helpers
 compile_helpers()
+from megatron.core.energy_monitor import EnergyMonitor
+energy = EnergyMonitor()
+energy.setup()
+assert energy.lap() == energy.get_total() == 0
 """
 
 REVERT = """
 import contextlib, inspect, logging, os, torch, torch.cuda.random, torch.utils.data.dataloader as dataloader
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 import megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
+import megatron.core.energy_monitor as energy_monitor
 from megatron.core.tensor_parallel import random
 torch.compiler.set_stance("default")
 torch.set_num_threads(2)
 
 holders = (torch, torch.Tensor, torch.fft, torch.nested, torch.cuda, torch.cuda.random, torch.accelerator,
-           torch.distributed, torch.distributed.distributed_c10d, arguments, utils, random, DistributedOptimizer)
+           torch.distributed, torch.distributed.distributed_c10d, arguments, utils, random, energy_monitor,
+           DistributedOptimizer)
 
 def state():
     # The torch modules keep lazily made values of their own in names that begin with an underscore.
