@@ -59,6 +59,7 @@ def _rank_info() -> RankInfo:
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
         device="cpu" if cpu_backend.PATCH.applied else f"cuda:{torch.cuda.current_device()}",
     )
 

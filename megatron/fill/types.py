@@ -115,6 +115,7 @@ class RankInfo:
     stages: int
     data_parallel_rank: int = 0
     tensor_parallel_rank: int = 0
+    context_parallel_rank: int = 0
     device: str = "cpu"
 
 

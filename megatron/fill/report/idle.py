@@ -117,6 +117,7 @@ def print_waits(found: Sequence[Awaited], console: Console) -> None:
 
 def late_lines(found: Sequence[Late]) -> Iterator[str]:
     """Yield a line on each of the waits in which ranks were late, for the longest of them."""
+    found = [one for one in found if round(one.late_s, 1)]  # as printed: not by 0.0 s
     for one in found[:_LATE]:
         others = "the other rank" if one.others == 1 else f"the {one.others:,} others each"
         yield f"late in {one.wait}: {listed(one.ranks, _RANKS)}; {others} waited {one.late_s:,.1f} s more"

@@ -17,7 +17,8 @@ from megatron.fill.types import BubbleKind
 _LEAST = 0.01  # of the time in iterations; a smaller difference is noise
 # By name in the account: what the ranks of such a group have in common.
 _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
-    "tensor group": lambda rank: (rank.stage, rank.data_parallel_rank),
+    "tensor group": lambda rank: (rank.stage, rank.data_parallel_rank, rank.context_parallel_rank),
+    # Gradients are also reduced over the ranks of context parallelism.
     "data group": lambda rank: (rank.stage, rank.tensor_parallel_rank),
     "all ranks": lambda _: (),
 }
@@ -26,11 +27,11 @@ _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
 def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list[Late]:
     """Return the late ranks by what the others waited in, those that were waited for longest first.
 
-    Context, expert and other groups, whose ranks the records do not tell, are left out.
+    Context, expert and other groups are left out.
     """
     named = {one.rank: {its.name: its.time_s for its in one.times} for one in accounts if one.rank is not None}
     found: list[Late] = []
-    for group in _by(ranks, lambda rank: (rank.data_parallel_rank, rank.tensor_parallel_rank)):
+    for group in _by(ranks, _pipeline):
         found += _late("pipeline", group, {rank.rank: sum(rank.bubble_s.values()) for rank in group})
     found += _late("save", ranks, {rank.rank: _in_saves(rank) for rank in ranks})
     for name, common in _GROUPS.items():
@@ -44,6 +45,10 @@ def _by(ranks: Sequence[RankReport], common: Callable[[RankReport], tuple[int, .
     for rank in ranks:
         groups[common(rank)].append(rank)
     return list(groups.values())
+
+
+def _pipeline(rank: RankReport) -> tuple[int, ...]:
+    return rank.data_parallel_rank, rank.tensor_parallel_rank, rank.context_parallel_rank
 
 
 def _in_saves(rank: RankReport) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from megatron.fill.report import Report, print_report
+from megatron.fill.report.idle import late_lines
 from megatron.fill.report.late import late
 from megatron.fill.report.schema import AccountReport, Late, NamedTime, Outside, RankReport
 from megatron.fill.types import BubbleKind
@@ -70,14 +71,41 @@ def test_ranks_are_compared_within_their_group():
     assert found == [Late(wait="data group", ranks=[0], others=1, late_s=2.0)]
 
 
+def test_tensor_and_pipeline_groups_are_of_one_place_in_context_parallelism():
+    """Two tensor groups of one stage; rank 2 is late in its own, and ranks 0 and 1 wait for it elsewhere."""
+    four = [
+        one.model_copy(
+            update={"data_parallel_rank": 0, "tensor_parallel_rank": at % 2, "context_parallel_rank": at // 2}
+        )
+        for at, one in enumerate(ranks({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}))
+    ]
+    accounts = [account(rank, "tensor group", time_s) for rank, time_s in enumerate((0.2, 0.2, 0.1, 3.1))]
+    assert late(four, accounts) == [Late(wait="tensor group", ranks=[2], others=1, late_s=3.0)]
+    stages = [
+        one.model_copy(update={"stage": at // 2, "context_parallel_rank": at % 2, "tensor_parallel_rank": 0})
+        for at, one in enumerate(four)
+    ]
+    waited = [
+        one.model_copy(update={"bubble_s": {BubbleKind.FILL: wait_s}})
+        for one, wait_s in zip(stages, (1.0, 3.0, 1.0, 5.0), strict=True)
+    ]
+    assert late(waited, []) == [Late(wait="pipeline", ranks=[1], others=1, late_s=2.0)]
+
+
 def test_the_text_names_the_five_longest():
     console = Console(file=io.StringIO(), width=200)
     many = [Late(wait="all ranks", ranks=list(range(9)), others=3, late_s=2.0)] * 6
     one = Late(wait="save", ranks=[1], others=1, late_s=4.56)
-    print_report(report().model_copy(update={"late": [one, *many]}), console)
+    least = Late(wait="all ranks", ranks=[3], others=3, late_s=0.04)
+    print_report(report().model_copy(update={"late": [one, *many, least]}), console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert "late in save: rank 1; the other rank waited 4.6 s more" in lines
     said = "late in all ranks: ranks 0, 1, 2, 3 and 5 more; the 3 others each waited 2.0 s more"
     assert lines.count(said) == 4
     assert "  and 2 more; report.json has them all" in lines
+
+
+def test_lateness_that_rounds_to_nothing_is_not_printed():
+    late_by = [Late(wait="all ranks", ranks=[3], others=3, late_s=late_s) for late_s in (0.06, 0.04)]
+    assert list(late_lines(late_by)) == ["late in all ranks: rank 3; the 3 others each waited 0.1 s more"]
