@@ -133,8 +133,8 @@ def _write_figures(iteration: int) -> None:
 def _install_account(stack: contextlib.ExitStack) -> None:
     """Bracket what a training does outside of passes and waits."""
     around(stack, *_TRAIN.resolve(), _looped)
+    around(stack, *_EVALUATE.resolve(), _evaluated)
     for target, what, whole in (
-        (_EVALUATE, EVALUATION, False),
         (_SAVE, "save", True),
         (_LOAD, "load", True),
         (_LOG, "logging", False),
@@ -154,6 +154,12 @@ def _install_account(stack: contextlib.ExitStack) -> None:
 def _looped(train: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Run the training loop, which belongs to the start-up until its first iteration."""
     return _accounted(train, LOOP if bus.account.settled else START, False, *args, **kwargs)
+
+
+def _evaluated(evaluate: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """Evaluate, which ends the start-up of a training that has no iteration to do."""
+    bus.account.settle()
+    return _accounted(evaluate, EVALUATION, False, *args, **kwargs)
 
 
 def _accounted(original: Call, what: str, whole: bool, /, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ import pipefill_patches
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.timers import Timers, dist_all_gather_func
+from megatron.training import training
 from megatron.fill.hooks import bus
 from megatron.fill.types import CycleKey
 from pipefill_patches.collectives import wait_name
@@ -30,6 +31,7 @@ arrive = groups.barrier
 groups.barrier = lambda group, *args, **kwargs: (time.sleep(waited_s), arrive(group, *args, **kwargs))[1]
 fsync = os.fsync
 before = {name: call for name, call in vars(groups).items()}, dist.Work.wait
+training.evaluate = lambda forward_step_func, data_iterator, model: dist.all_reduce(one, group=stage)
 pipefill_patches.apply(("training_loop",))
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 parallel_state.initialize_model_parallel(2, 2)
@@ -96,6 +98,8 @@ def stored():
     with tempfile.TemporaryFile() as file:
         os.fsync(file.fileno())
 
+training.evaluate(None, None, None)  # before any iteration
+evaluated = sorted(bus.account.snapshot())
 timers = Timers(1, "all")
 batches = RerunDataIterator(iter(range(9)))
 CALLS = {
@@ -133,6 +137,7 @@ found = {
     "batched": bubbles(batched),
     "bridged": bubbles(bridged),
     "within": bubbles(within),
+    "evaluated": evaluated,
 }
 pipefill_patches.PATCHES["training_loop"].revert()
 calls_reverted = all(vars(groups)[name] is call for name, call in before[0].items())
@@ -193,6 +198,10 @@ def test_a_wait_for_storage_is_a_bubble_in_a_save_only(found):
 
 def test_a_barrier_is_no_exchange_of_replicas_though_all_ranks_are_replicas(found):
     assert found["replicas"] == ["data group", "all ranks"]
+
+
+def test_a_wait_in_an_evaluation_before_any_iteration_has_the_name_of_its_group(found):
+    assert found["evaluated"] == ["evaluation", "start-up", "tensor group", "unnamed"]
 
 
 def test_no_bubble_where_nobody_waits(found):

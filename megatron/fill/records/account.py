@@ -48,7 +48,7 @@ class AccountRecord:
     # seconds of each of Megatron's own timers; empty below ``--timing-log-level 1``
     timers: Mapping[str, float] = field(default_factory=dict)
     traced: Sequence[Traced] = ()  # the spans of the training's own trace that the latest sampled iterations ran in
-    host_late_ns: int = 0  # the time since the first iteration for which its main thread was ready and had no core
+    host_late_ns: int = 0  # the time since the start-up for which its main thread was ready and had no core
 
     @property
     def blind(self) -> bool:

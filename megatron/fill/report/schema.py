@@ -299,7 +299,7 @@ class AccountReport(_Model):
     times: list[NamedTime] = Field(description="the wall time by what it went to, longest first")
     host_late_s: float = Field(
         default=0.0,
-        description="seconds since the first iteration for which its main thread was ready and had no core",
+        description="seconds since the start-up for which its main thread was ready and had no core",
     )
 
 
