@@ -1,26 +1,28 @@
 """The keeper: lets jobs go on between two trainings (``python -m megatron.fill.agent.keeper SPEC RANK_FD DEAD``).
 
 With ``--fill-between`` the warden starts it when its agent has ended.  It waits for the end of the rank, and then
-stands in for it: a gate that is always open, a board with the rank's last bubble cycle, a control page, and an agent.
-It leaves when its time is over, when a rank of the run starts on the device, after ``pipefill kill``, and on SIGTERM.
-If it dies, the kernel ends its agent, and that the workers.
+stands in for it: a gate that is always open, a board with the rank's last bubble cycle, a control page, and an agent,
+which it replaces if it dies.  It leaves when its time is over, when a rank of the run starts on the device, after
+``pipefill kill``, and on SIGTERM.  If it dies, the kernel ends its agent, and that the workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.turn import DeviceTurn, turn_file
-from megatron.fill.agent.warden import END_S, start_agent
+from megatron.fill.agent.warden import END_S, Pauses, start_agent
 from megatron.fill.folders import AGENTS, BETWEEN
 from megatron.fill.linux import host, safefile
 from megatron.fill.linux.reap import end_descendants
@@ -91,12 +93,12 @@ class Keeper:
             records.mkdir(exist_ok=True)
             at_end.callback(control.withdraw, control.announce(Path(spec.run_dir), board.fd))
             safefile.write_text(path, spec.to_json(), mode=0o600)
-            agent = start_agent(path, self.dead, (spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd))
-            at_end.callback(_end, agent)
+            agent = _Agent(path, self.dead, (spec.gate_fd, spec.board_fd, spec.control_fd, spec.left_fd))
+            at_end.callback(agent.end)
             at_end.callback(gate.end)
             return self._stay(gate, agent, control, turn)
 
-    def _stay(self, gate: SharedGate, agent: subprocess.Popen[bytes], control: ControlPage, turn: DeviceTurn) -> str:
+    def _stay(self, gate: SharedGate, agent: _Agent, control: ControlPage, turn: DeviceTurn) -> str:
         """Keep the gate open; return the reason for the end."""
         end_s = time.monotonic() + self.spec.between_s
         bubble_end_s = 0.0
@@ -108,7 +110,7 @@ class Keeper:
                 return "their time is over"
             if self._ending:
                 return "SIGTERM"
-            if agent.poll() is not None:
+            if not agent.serves(now_s):
                 return "their agent has ended"
             if control.state is RunState.KILLED and control.acknowledged:
                 return "pipefill kill"
@@ -119,13 +121,38 @@ class Keeper:
             self._woken.wait(min(_LOOK_S, bubble_end_s - now_s))
 
 
-def _end(agent: subprocess.Popen[bytes]) -> None:
-    """Wait for the agent's end, or kill it, and end the processes that it leaves."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        agent.wait(END_S)
-    agent.kill()
-    agent.wait()
-    end_descendants()
+class _Agent:
+    """The agent of a keeper, or one that follows it when it has died."""
+
+    def __init__(self, spec_path: Path, dead: str, descriptors: Collection[int]) -> None:
+        self._spec_path, self._dead, self._descriptors = spec_path, dead, descriptors
+        self._pauses = Pauses()
+        self._start()
+
+    def _start(self) -> None:
+        self._process = start_agent(self._spec_path, self._dead, self._descriptors)
+        self._began_s, self._resumes_s = time.monotonic(), math.inf
+
+    def serves(self, now_s: float) -> bool:
+        """Have another follow if the agent has died; False if it has ended of itself.  Call this again and again."""
+        code = self._process.poll()
+        if code and self._resumes_s == math.inf:
+            end_descendants()
+            self._dead = ",".join(filter(None, (self._dead, str(self._process.pid))))
+            pause_s = self._pauses.after(now_s - self._began_s)
+            logger.warning("its agent ended with %d; another follows in %g s", code, pause_s)
+            self._resumes_s = now_s + pause_s
+        elif code and now_s >= self._resumes_s:
+            self._start()
+        return code != 0
+
+    def end(self) -> None:
+        """Wait for the agent's end, or kill it, and end the processes that it leaves."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        self._process.kill()
+        self._process.wait()
+        end_descendants()
 
 
 def main() -> None:

@@ -41,6 +41,19 @@ def start_agent(spec_path: Path, dead: str, descriptors: Collection[int]) -> sub
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 
 
+class Pauses:
+    """The pauses in seconds before an agent that died is followed by another."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_PAUSE_S
+
+    def after(self, lived_s: float) -> float:
+        """Return the pause after an agent that lived for ``lived_s`` seconds; it doubles while agents die young."""
+        pause_s = _FIRST_PAUSE_S if lived_s > _HEALTHY_S else self._next_s
+        self._next_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+
 class Warden:
     """Keeps one agent alive until the training is over; one that is stopped goes on after ``continue_s`` seconds."""
 
@@ -56,7 +69,7 @@ class Warden:
         self._continue_s = continue_s
         self._holds = False
         self._ending = False
-        self._pause_s = _FIRST_PAUSE_S
+        self._pauses = Pauses()
         self._woken = Wakeup()
 
     def run(self) -> None:
@@ -69,13 +82,11 @@ class Warden:
                 self.dead.append(str(agent.pid))
             if code == 0 or self._ending:
                 break
-            if time.monotonic() - began_s > _HEALTHY_S:
-                self._pause_s = _FIRST_PAUSE_S
-            logger.warning("its agent ended with %d; another follows in %g s", code, self._pause_s)
-            resumes_s = time.monotonic() + self._pause_s
+            pause_s = self._pauses.after(time.monotonic() - began_s)
+            logger.warning("its agent ended with %d; another follows in %g s", code, pause_s)
+            resumes_s = time.monotonic() + pause_s
             while not self._ending and (left_s := resumes_s - time.monotonic()) > 0:
                 self._woken.wait(left_s)  # the end of an orphan cuts it short
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if self._turn is not None:
             self._leave_to_keeper(self._turn)
 

@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 # What stands in for the agent: it says what it sees, acts on the control page, and ends with the gate.
 AGENT = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.linux import host
@@ -37,6 +37,9 @@ host.die_with_parent(int(keeper))
 spec = AgentSpec.from_json(Path(path).read_text())
 gate = SharedGateReader(spec.gate_fd)
 cycle, seen = CycleBoardReader(spec.board_fd).read(), Path(spec.run_dir) / "seen"
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+if seen.with_name("dies").exists():
+    os._exit(1)
 def act(state):
     while seen.with_name("slow").exists():
         time.sleep(0.01)
@@ -188,9 +191,29 @@ def test_with_a_keeper_that_is_killed_its_agent_dies(kept):
     until(lambda: not Path(f"/proc/{agent}/stat").exists(), 30)
 
 
-def test_it_ends_with_its_agent(kept):
+def test_an_agent_that_dies_is_followed_by_another_which_knows(kept):
     agent = kept.die()
     os.kill(agent, signal.SIGKILL)
+    until(lambda: int(kept.seen[0]) != agent)
+    assert kept.seen[1:] == ["True", "7000", "True", f"17,{agent}", "between"]
+    kept.keeper.terminate()
+    assert kept.gone(int(kept.seen[0]))
+    assert kept.in_order
+
+
+def test_it_leaves_while_no_agent_lives(kept):
+    agent = kept.die()
+    (kept.folder / "dies").touch()
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: "in 0.4 s" in (kept.folder / "keeper.log").read_text())
+    kept.keeper.terminate()
+    assert kept.keeper.wait(60) == 0
+    assert not notes(kept.folder)
+
+
+def test_it_ends_with_an_agent_that_ends_of_itself(kept):
+    agent = kept.die()
+    os.kill(agent, signal.SIGTERM)
     assert kept.gone(agent)
     assert not notes(kept.folder)
 
