@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
-from megatron.fill.pipeline.schedules import interleaved, interleaved_warmup
+from megatron.fill.pipeline.schedules import interleaved_warmup, megatrons
 from megatron.fill.types import BubbleKind
 
 Key = tuple[int, Op]  # a transfer, named by rank and pass of its consumer
@@ -113,42 +113,32 @@ def eager(schedule: Schedule) -> list[Program]:
 
 
 def rendezvous(schedule: Schedule) -> list[Program]:
-    """The program of each rank with rendezvous transfers, with calls in the order of Megatron's schedule functions.
-
-    An interleaved schedule that is not in Megatron's order is a ValueError, since the calls rely on it.
-    """
-    transfers = Transfers(schedule)
-    write: Callable[[Schedule, Transfers, Program], None]
-    if schedule.name == "interleaved":
-        write = partial(_interleaved, _group_size(schedule))
-    else:
-        write = _plain if schedule.name in ("gpipe", "1f1b") else _overlapped
+    """The program of each rank with rendezvous transfers, with calls in the order of Megatron's schedule functions."""
+    transfers, write = Transfers(schedule), _writer(schedule)
     programs = [Program(rank, len(row)) for rank, row in enumerate(schedule.order)]
     for program in programs:
         write(schedule, transfers, program)
     return programs
 
 
-def _group_size(schedule: Schedule) -> int:
-    group = next(at for at, op in enumerate(schedule.order[0]) if op != Op(Pass.FORWARD, at))
-    try:
-        expected = interleaved(schedule.stages, schedule.microbatches, schedule.chunks, group)
-    except ValueError:
-        expected = None
-    if schedule != expected:
-        order = "expected an interleaved schedule in Megatron's order"
-        raise ValueError(f"rendezvous: {order}; the schedule is\n{schedule}")
-    return group
+def _writer(schedule: Schedule) -> Callable[[Schedule, Transfers, Program], None]:
+    """What builds a program of the schedule; by its passes, since its name may be that of any file."""
+    match megatrons(schedule):
+        case "interleaved", int(group):
+            return partial(_interleaved, group)
+        case name, _:
+            return partial(_plain, name == "gpipe")
+    return _overlapped
 
 
-def _plain(schedule: Schedule, transfers: Transfers, program: Program) -> None:
+def _plain(gpipe: bool, schedule: Schedule, transfers: Transfers, program: Program) -> None:
     """Build the program of ``forward_backward_pipelining_without_interleaving``.
 
     In the steady state, a send and the next receive are one call; in warm-up and cool-down they are two.
     """
     rank = program.rank
     row = schedule.order[rank]
-    warmup = schedule.microbatches if schedule.name == "gpipe" else schedule.stages - rank - 1
+    warmup = schedule.microbatches if gpipe else schedule.stages - rank - 1
     program.exchange([], transfers.into(rank, row[0]))
     for at, op in enumerate(row):
         program.compute(op)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import accumulate
 
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
@@ -172,6 +173,7 @@ def usual_chunks(name: str) -> int:
     return 1 if name in _ONE_CHUNK else 2
 
 
+@lru_cache(maxsize=4)  # ``megatrons`` asks again for what was just made
 def make_schedule(
     name: str, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
@@ -187,6 +189,23 @@ def make_schedule(
     if chunks != usual_chunks(name):
         raise ValueError(f"{name} with {chunks} chunks; expected {usual_chunks(name)}")
     return (_ONE_CHUNK | V_SHAPED)[name](stages, microbatches)
+
+
+def megatrons(schedule: Schedule) -> tuple[str, int | None] | None:
+    """Return which of the schedules that Megatron runs has exactly these passes, whatever the schedule's own name is.
+
+    Returned are its name and group size, as for ``make_schedule``; None if Megatron runs no such order.
+    """
+    row = schedule.order[0]
+    group = next(at for at, op in enumerate(row) if op != Op(F, at))
+    for name, size in [("interleaved", group)] if schedule.chunks > 1 else [("1f1b", None), ("gpipe", None)]:
+        try:
+            its = make_schedule(name, schedule.stages, schedule.microbatches, schedule.chunks, size)
+        except ValueError:
+            continue
+        if (its.order, its.placement) == (schedule.order, schedule.placement):
+            return name, size
+    return None
 
 
 def _in_phases(phases: Iterable[tuple[int, str]]) -> list[Op]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from megatron.fill.pipeline.bubbles import bubble_share
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
-from megatron.fill.pipeline.schedules import gpipe, interleaved, make_schedule, one_forward_one_backward, zb_h1
+from megatron.fill.pipeline.schedules import (
+    gpipe,
+    interleaved,
+    looped_bfs,
+    make_schedule,
+    megatrons,
+    one_forward_one_backward,
+    zb_h1,
+)
 from megatron.fill.pipeline.timeline import Compiled, Timeline, simulate
 from megatron.fill.types import BubbleKind
 from tests.support.schedule_events import ideal_bubble_share
@@ -241,11 +250,29 @@ def test_ranks_that_wait_for_each_other_are_found():
         Compiled(schedule, rendezvous=True)
 
 
-def test_an_interleaved_schedule_in_another_order_has_no_rendezvous():
-    text = "interleaved: 2 stages, 1 microbatches, 2 chunks:\n0: F0 F0.1 B0.1 B0\n1: F0 F0.1 B0.1 B0"
-    assert simulate(parsed(text), PipelineCosts.uniform(2, 1, 2, chunks=2)).period_ns == 12
-    with pytest.raises(ValueError, match="rendezvous: expected an interleaved schedule in Megatron's order"):
-        Compiled(parsed(text), rendezvous=True)
+@pytest.mark.parametrize("called", ["1f1b", "gpipe", "interleaved", "own"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        one_forward_one_backward(4, 8),
+        gpipe(4, 8),
+        interleaved(4, 8, 2),
+        interleaved(4, 10, 2, 5),
+        zb_h1(4, 8),
+        looped_bfs(2, 1, 2),
+    ],
+    ids=lambda its: f"{its.name}-{its.microbatches}",
+)
+def test_a_schedules_name_does_not_change_its_transfers(schedule: Schedule, called: str):
+    """Its passes say whether Megatron runs it, and so where its transfers are waited for."""
+    costs = PipelineCosts.uniform(schedule.stages, 10, 20, 10, chunks=schedule.chunks, p2p_ns=3)
+    again = simulate(replace(schedule, name=called), costs, rendezvous=True)
+    assert replace(again, schedule=schedule) == simulate(schedule, costs, rendezvous=True)
+
+
+def test_megatrons_order_with_stages_elsewhere_is_not_megatrons():
+    assert megatrons(gpipe(2, 2)) == ("gpipe", None)
+    assert megatrons(replace(gpipe(2, 2), placement=(1, 0))) is None
 
 
 def test_a_slow_receiver_holds_its_sender():

@@ -158,7 +158,7 @@ def played(
     pages = [SimpleNamespace(rank=rank, words=gpus.words[rank], gone=gpus.gone[rank]) for rank in range(ranks)]
     everybody = []
     transfers = programs.Transfers(schedule)
-    write = programs._interleaved if schedule.name == "interleaved" else None
+    write = programs._writer(schedule)
     with posting_on(gpus):
         for rank in range(ranks):
             gpus.rank = rank
@@ -172,10 +172,7 @@ def played(
             caller: Any = Caller(gpus, rank, ranks, batched=batched, calls=calls)
             caller.rank = rank
             try:
-                if write is not None:
-                    write(programs._group_size(schedule), schedule, transfers, caller)
-                else:
-                    programs._plain(schedule, transfers, caller)
+                write(schedule, transfers, caller)
             except Vanished:
                 pass
             finally:

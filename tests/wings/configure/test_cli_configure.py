@@ -384,10 +384,15 @@ def test_layers_that_megatron_cannot_divide_do_not_pay():
 def test_pays_weighs_a_schedule_from_a_file(folder):
     layout = [*FLAGS.split(), "--pipeline-model-parallel-size", "4"]
     usual = json.loads(pays("--json", "--", *layout))
-    for name in ("1f1b", "zb-h1"):
-        dump_csv(folder / f"{name}.csv", make_schedule(name, 4, 32))
-    assert json.loads(pays("--json", "--schedule", "1f1b.csv", "--", *layout)) == usual
-    assert json.loads(pays("--json", "--schedule", "zb-h1.csv", "--", *layout))["iteration_s"] < usual["iteration_s"]
+    for name, order in (("1f1b", "1f1b"), ("own", "1f1b"), ("zb-h1", "zb-h1"), ("gpipe", "zb-h1")):
+        dump_csv(folder / f"{name}.csv", make_schedule(order, 4, 32))
+    named_1f1b, own, zb_h1, named_gpipe = (
+        json.loads(pays("--json", "--schedule", f"{name}.csv", "--", *layout))
+        for name in ("1f1b", "own", "zb-h1", "gpipe")
+    )
+    assert named_1f1b == own == usual
+    assert named_gpipe == zb_h1
+    assert zb_h1["iteration_s"] < usual["iteration_s"]
 
 
 def test_pays_weighs_stages_in_a_v(folder):

@@ -193,8 +193,8 @@ def test_records_that_cannot_be_timed_again_are_refused(tmp_path):
 def test_another_schedule_from_a_file_is_the_same_as_by_its_name(tmp_path):
     path = run_folder(tmp_path)
     stages = len(rescheduled_groups(path, None, Reschedule()))
-    dump_csv(tmp_path / "gpipe.csv", make_schedule("gpipe", stages, 4))
-    by_file = rescheduled_groups(path, None, Reschedule(str(tmp_path / "gpipe.csv")))
+    dump_csv(tmp_path / "interleaved.csv", make_schedule("gpipe", stages, 4))
+    by_file = rescheduled_groups(path, None, Reschedule(str(tmp_path / "interleaved.csv")))
     assert by_file == rescheduled_groups(path, None, Reschedule("gpipe"))
     with pytest.raises(ConfigError, match="it has 4 microbatches: expected 8"):
-        rescheduled_groups(path, None, Reschedule(str(tmp_path / "gpipe.csv"), 8))
+        rescheduled_groups(path, None, Reschedule(str(tmp_path / "interleaved.csv"), 8))

@@ -10,6 +10,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.program import eager, rendezvous
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
+from megatron.fill.pipeline.schedules import megatrons
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.wings.configure.layout import Layout, StageRoutes
 from megatron.fill.wings.configure.links import all_reduce_s
@@ -31,7 +32,6 @@ from megatron.fill.wings.mainjob.roofline import LAUNCH_S, STEP_LAUNCHES, layer_
 
 # Parameters of a bucket: Megatron-core 0.19, ``DistributedDataParallel``.
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
-_WITH_EXCHANGES = "1f1b", "gpipe"  # as Megatron runs them; other orders have no exchanges of its to wait for
 _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
 
 
@@ -286,7 +286,8 @@ def _compiled(
     in_turn: bool,
 ) -> tuple[Compiled, Waits]:
     schedule = order_of(name, stages, microbatches, chunks, group_size)
-    both_wait = both_wait and (in_turn or schedule.name in _WITH_EXCHANGES)
+    # an order that Megatron does not run has no exchanges of Megatron's to wait for
+    both_wait = both_wait and (in_turn or megatrons(schedule) is not None)
     rows = []
     for program in (rendezvous if both_wait else eager)(schedule):
         waits = []
