@@ -133,8 +133,9 @@ class SideTask:
         """-> STOPPED: release everything; called once, also after a failure in another callback."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The state needed to resume: tensors, numbers, strings and containers of them; None if not resumable.
+        """The state needed to resume: tensors, NumPy arrays, numbers, strings and containers of them.
 
+        None if the task cannot be resumed.  The job fails if anything else is in it, which could not be loaded.
         It is written before the next step, so tensors in host memory need not be copied.
         """
         return None

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,9 +87,76 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_used(tmp_path,
         checkpoint.load(tmp_path)
 
 
-def test_checkpoints_hold_data_and_nothing_else(tmp_path):
-    checkpoint.save(tmp_path, {"code": Rude()})
-    with pytest.raises(TaskError, match="no checkpoint can be loaded"):
+@pytest.mark.parametrize("kind", ["PCG64", "MT19937", "Philox", "SFC64"])
+def test_the_states_of_all_generators_of_numpy_come_back(tmp_path, kind):
+    rng = np.random.Generator(getattr(np.random, kind)(7))
+    old = np.random.RandomState(3)
+    checkpoint.save(tmp_path, {"new": rng.bit_generator.state, "old": old.get_state()})
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    again = np.random.Generator(getattr(np.random, kind)(0))
+    again.bit_generator.state = loaded["new"]
+    assert np.array_equal(again.random(5), rng.random(5))
+    new = np.random.RandomState(0)
+    new.set_state(loaded["old"])
+    assert np.array_equal(new.rand(5), old.rand(5))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.ones((2, 3))),
+        np.arange(10_000, dtype=">i4")[::-2],  # more than what is saved as a small one
+        np.array(["a", "ünï"]),
+        np.array([(1, 0.5)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.zeros((3, 0)),
+        np.array(5),
+        np.float64(0.1),
+        np.bool_(True),
+        np.str_(""),
+        np.datetime64("2020-01-01"),
+    ],
+    ids=repr,
+)
+def test_arrays_and_scalars_of_numpy_come_back(tmp_path, value):
+    checkpoint.save(tmp_path, {"value": value, "twice": [value]})
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert loaded["twice"][0] is loaded["value"]
+    assert type(loaded["value"]) is type(value)
+    assert (loaded["value"].dtype, loaded["value"].shape) == (value.dtype, value.shape)
+    assert np.array_equal(loaded["value"], value)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Rude(), r"Rude"),
+        (deque([1]), r"collections\.deque"),
+        (frozenset([1]), r"frozenset"),
+        (PurePosixPath("a"), r"PurePosixPath"),
+        (range(3), r"range"),
+        (np.array([None]), r"an array of object"),
+        (np.ma.array([1]), r"numpy\.ma\.MaskedArray"),
+        (np.random.default_rng(0), r"PCG64"),
+        (1 << 3000, r"what torch\.load does not read"),
+    ],
+    ids=repr,
+)
+def test_what_could_not_be_loaded_is_refused_by_name_when_it_is_saved(tmp_path, value, named):
+    checkpoint.save(tmp_path, {"at": 1})
+    with pytest.raises(TaskError, match=rf"state_dict\(\) returned .*{named}.*cannot be saved"):
+        checkpoint.save(tmp_path, {"value": value, "weights": torch.ones(2)})
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.NAME]
+    assert checkpoint.load(tmp_path) == {"at": 1}
+
+
+def test_a_checkpoint_with_code_is_not_loaded_and_what_it_holds_is_named(tmp_path, monkeypatch):
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(checkpoint, "_refused", lambda file: "")
+        checkpoint.save(tmp_path, {"code": Rude()})
+    with pytest.raises(TaskError, match=r"no checkpoint can be loaded: .* \(it holds [\w.]*Rude; expected tensors"):
         checkpoint.load(tmp_path)
 
 
