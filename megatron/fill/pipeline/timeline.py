@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.program import eager as eager_programs
 from megatron.fill.pipeline.program import rendezvous as rendezvous_programs
-from megatron.fill.pipeline.schedule import Op, Pass, Schedule, execution_order
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError, execution_order
 from megatron.fill.types import BubbleKind
 
 
@@ -65,7 +65,7 @@ class Compiled:
             receiver waits.
 
     Raises:
-        ValueError: with ``rendezvous``, ranks would wait for each other forever.
+        ScheduleError: with ``rendezvous``, ranks would wait for each other forever.
     """
 
     def __init__(self, schedule: Schedule, rendezvous: bool = False) -> None:
@@ -80,7 +80,10 @@ class Compiled:
         order, stuck = execution_order(needs)
         if stuck:
             ranks = ", ".join(str(rank) for rank, _ in stuck)
-            raise ValueError(f"ranks {ranks} wait for each other's transfers forever; the schedule is\n{schedule}")
+            how = "it deadlocks where a sender waits for its receiver, as with gloo"
+            raise ScheduleError(
+                f"{how}: ranks {ranks} wait for each other's transfers forever", shown=f"; the schedule is\n{schedule}"
+            )
         flat = [need for row in needs for need in row]
         before = dict.fromkeys(firsts[:-1], -1)  # element after the last step, whose end is time 0
         self._plan = tuple((step, before.get(step, step - 1), flat[step]) for step in order)

@@ -190,6 +190,13 @@ def test_records_that_cannot_be_timed_again_are_refused(tmp_path):
         rescheduled_groups(tmp_path / "report.json", None, Reschedule())
 
 
+def test_a_file_whose_order_deadlocks_with_gloo_is_named(tmp_path):
+    (tmp_path / "own.csv").write_text("0F1,0F0,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    said = "own.csv: it deadlocks where a sender waits for its receiver, as with gloo: ranks 0, 1 wait for each other's"
+    with pytest.raises(ConfigError, match=f"{said} transfers forever$"):
+        rescheduled_groups(run_folder(tmp_path), None, Reschedule(str(tmp_path / "own.csv"), 2))
+
+
 def test_another_schedule_from_a_file_is_the_same_as_by_its_name(tmp_path):
     path = run_folder(tmp_path)
     stages = len(rescheduled_groups(path, None, Reschedule()))

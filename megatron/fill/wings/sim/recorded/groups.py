@@ -16,7 +16,7 @@ from megatron.fill.given.files import read_json
 from megatron.fill.given.problems import explain
 from megatron.fill.pipeline.bubbles import bubble_cycle, peak_activations
 from megatron.fill.pipeline.costs import PipelineCosts
-from megatron.fill.pipeline.schedule import Schedule
+from megatron.fill.pipeline.schedule import Schedule, ScheduleError
 from megatron.fill.pipeline.schedules import NAMES, make_schedule
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
@@ -98,11 +98,13 @@ def rescheduled_groups(path: str | Path, gpus: int | None, change: Reschedule) -
         records, recorded = read_pipeline(path.parent)
         new = _changed(recorded, change)
         costs = _costs(records, recorded, change.weight_share)
+        timeline = simulate(new, costs, _rendezvous(records))
+    except ScheduleError as error:
+        raise ConfigError(f"{path}: reschedule: {change.schedule or new.name}: {error.problem}") from error
     except (FillError, ValueError) as error:
         raise ConfigError(f"{path}: reschedule: {error}") from error
     if any(after > before for after, before in zip(peak_activations(new), peak_activations(recorded), strict=True)):
         logger.warning("%s: %s keeps more activations than were recorded; free memory is too high", path, new.name)
-    timeline = simulate(new, costs, _rendezvous(records))
     per_stage = replicas * len(ranks) // new.stages
     groups = []
     for stage in range(new.stages):
