@@ -56,7 +56,7 @@ def spans_stages(group: Any) -> bool:
     return len(set(ranks) & set(torch.distributed.get_process_group_ranks(pipeline))) > 1
 
 
-# Functions of parallel_state that return a group, in the order in which names count where groups have the same ranks.
+# Functions of parallel_state that return a group, in the order in which names count for a group that none returns.
 _NAMED: tuple[tuple[str, dict[str, bool], str], ...] = (
     ("get_tensor_model_parallel_group", {}, "tensor group"),
     ("get_context_parallel_group", {}, "context group"),
@@ -83,10 +83,16 @@ def wait_name(group: Any, *, meets: bool = False) -> str:
         return _NOBODY
     if meets and len(ranks) == torch.distributed.get_world_size():
         return _EVERYBODY
+    alike = ""  # name of the first group with the same ranks: another of Megatron's, such as the one over gloo
     for getter, arguments, name in _NAMED:
         with contextlib.suppress(AssertionError, AttributeError, TypeError):  # not made, or not in this version
-            if ranks == set(torch.distributed.get_process_group_ranks(getattr(parallel_state, getter)(**arguments))):
+            one = getattr(parallel_state, getter)(**arguments)
+            if one is group:  # experts, say, may have the same ranks as replicas, but a group of their own
                 return name
+            if not alike and ranks == set(torch.distributed.get_process_group_ranks(one)):
+                alike = name
+    if alike:
+        return alike
     return _EVERYBODY if len(ranks) == torch.distributed.get_world_size() else "other groups"
 
 

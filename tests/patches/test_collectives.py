@@ -142,8 +142,25 @@ found = {
 pipefill_patches.PATCHES["training_loop"].revert()
 calls_reverted = all(vars(groups)[name] is call for name, call in before[0].items())
 found["reverted"] = calls_reverted and dist.Work.wait == before[1] and os.fsync is fsync
+replicas = parallel_state.get_data_parallel_group
 parallel_state.get_data_parallel_group = lambda **_: dist.group.WORLD
 found["replicas"] = [wait_name(dist.group.WORLD, meets=meets) for meets in (False, True)]
+
+def named(**sizes):
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1, 2, **sizes, create_gloo_process_groups=False)
+    groups = {
+        "experts": parallel_state.get_expert_model_parallel_group(),
+        "context": parallel_state.get_context_parallel_group(),
+        "replicas": replicas(),
+        "gradients": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "another": dist.new_group([0, 1]),
+    }
+    return {name: wait_name(group) for name, group in groups.items()}
+
+parallel_state.get_data_parallel_group = replicas
+found["experts"] = named(expert_model_parallel_size=2)
+found["context"] = named(context_parallel_size=2)
 print(json.dumps(found))
 """
 
@@ -202,6 +219,13 @@ def test_a_barrier_is_no_exchange_of_replicas_though_all_ranks_are_replicas(foun
 
 def test_a_wait_in_an_evaluation_before_any_iteration_has_the_name_of_its_group(found):
     assert found["evaluated"] == ["evaluation", "start-up", "tensor group", "unnamed"]
+
+
+def test_a_group_has_its_own_name_though_another_has_the_same_ranks(found):
+    replicas = dict.fromkeys(("replicas", "gradients", "another"), "data group")
+    assert found["experts"] == replicas | {"experts": "expert group", "context": ""}
+    contexts = dict.fromkeys(("context", "another"), "context group")
+    assert found["context"] == contexts | {"experts": "", "replicas": "", "gradients": "data group"}
 
 
 def test_no_bubble_where_nobody_waits(found):
