@@ -31,6 +31,7 @@ _EVALUATE = Target(f"{_TRAINING}:evaluate", ("forward_step_func", "data_iterator
 _SAVE = Target(f"{_TRAINING}:save_checkpoint_and_time", ("iteration", "model", "optimizer"))
 # Every capture ends here: Megatron's of a layer, of an iteration and of the optimizer, and Transformer Engine's.
 _CAPTURE = Target("torch.cuda.graphs:graph.__exit__", ("self",))
+_FINALIZE = Target(f"{_TRAINING}:maybe_finalize_async_save", ("blocking",))
 _LOG = Target(f"{_TRAINING}:training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"))
 _LOAD = Target(f"{_TRAINING}:load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
 _GRADIENTS = Target(f"{_TRAINING}:finalize_model_grads", ("model", "num_tokens"))
@@ -143,6 +144,7 @@ def _install_account(stack: contextlib.ExitStack) -> None:
         (_NEXT_BATCH, "data loading", True),
     ):
         around(stack, *target.resolve(), _accounted, what, whole)
+    around(stack, *_FINALIZE.resolve(), _finalized)
     wrap(stack, *_SAVE.resolve(), bus.saving())
     around(stack, os, "fsync", _waiting, bus.wait_in_save)
     around(stack, *_NEXT_BATCH.resolve(), _waiting, bus.wait_for_batch)
@@ -160,6 +162,15 @@ def _evaluated(evaluate: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Evaluate, which ends the start-up of a training that has no iteration to do."""
     bus.account.settle()
     return _accounted(evaluate, EVALUATION, False, *args, **kwargs)
+
+
+def _finalized(finalize: Call, /, *args: Any, **kwargs: Any) -> Any:
+    """End the saves in the background that are ready, or all; Megatron asks for it also where there are none."""
+    from megatron.training import get_args
+
+    if not get_args().async_save:
+        return finalize(*args, **kwargs)
+    return _accounted(finalize, "save", True, *args, **kwargs)
 
 
 def _accounted(original: Call, what: str, whole: bool, /, *args: Any, **kwargs: Any) -> Any:

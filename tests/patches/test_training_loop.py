@@ -168,3 +168,25 @@ def test_who_looks_for_spans_is_called_as_an_iteration_begins_and_an_error_there
     done = python("-c", STEPS, megatron=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "['step', 5, 'step', 'step'] None"
+
+
+FINALIZING = """
+from argparse import Namespace
+from megatron.training import global_vars, training
+
+training.maybe_finalize_async_save = lambda blocking=False, terminate=False: blocking
+
+import pipefill_patches
+pipefill_patches.apply(("cpu_backend", "training_loop"))
+from megatron.fill.hooks import bus
+
+for saves in (False, True):
+    global_vars._GLOBAL_ARGS = Namespace(async_save=saves)
+    print(training.maybe_finalize_async_save(blocking=True, terminate=True), "save" in bus.account.snapshot())
+"""
+
+
+def test_the_end_of_saves_in_the_background_is_a_save_where_there_are_such_saves():
+    done = python("-c", FINALIZING, megatron=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-2:] == ["True False", "True True"]
