@@ -141,12 +141,18 @@ class OpenSegment:
         self._fd = os.open(segment.folder / _SEGMENT, os.O_RDONLY | os.O_CLOEXEC)
         with suppress(OSError):  # on a file system without locks it counts as cut off until it has ended
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.register_at_fork(after_in_child=self._close)  # a writer of a save would hold it on after a kill
 
     def end(self, ending: SegmentEnding) -> None:
         """Record the ending and unlock the segment; OSError if the file cannot be written."""
         self.segment = replace(self.segment, ended_s=time.time(), ending=ending)
         self._write(self.segment)
-        os.close(self._fd)
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     @staticmethod
     def _write(segment: Segment) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from megatron.fill.records.segment import SegmentEnding, begin_segment, last_seg
 from megatron.fill.records.tables import Table, column
 from megatron.fill.status import Status
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
+from tests.support.children import Child
 from tests.support.segments import write_rank, write_segment
 from tests.support.synthetic import MS, synthetic_run
 from tests.support.waiting import until
@@ -335,6 +337,26 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=False)
     assert done.stdout == "running\n"
     assert last_segment(tmp_path).ending is SegmentEnding.CUT
+
+
+def test_a_process_that_a_killed_training_has_forked_does_not_make_it_go_on(tmp_path: Path) -> None:
+    def trains(out: int) -> None:
+        opened = begin_segment(tmp_path, "train", 1)
+        worker = os.fork()
+        if worker:
+            os.write(out, str(worker).encode())
+        signal.pause()
+        del opened
+
+    rank = Child(trains)
+    worker = int(os.read(rank.out, 16))
+    try:
+        assert last_segment(tmp_path).ending is SegmentEnding.RUNNING
+        rank.kill()
+        assert last_segment(tmp_path).ending is SegmentEnding.CUT
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        rank.end()
 
 
 def test_a_segment_starts_with_its_process_and_not_after_the_imports(tmp_path: Path) -> None:
