@@ -122,7 +122,7 @@ def rendezvous(schedule: Schedule) -> list[Program]:
 
 
 def _writer(schedule: Schedule) -> Callable[[Schedule, Transfers, Program], None]:
-    """What builds a program of the schedule; by its passes, since its name may be that of any file."""
+    """Return the function that builds the schedule's programs: by its passes, as its name may be that of any file."""
     match megatrons(schedule):
         case "interleaved", int(group):
             return partial(_interleaved, group)
