@@ -140,7 +140,7 @@ class Published:
         flags = f"{_MODELS[self.model]} {_PRECISIONS[self.precision]} --seq-length {self.sequence} "
         flags += f"--global-batch-size {self.batch} {_RECIPES.get(self.name, '')}"
         flags += "" if self.name.startswith(_NO_TENSOR_OVERLAP) else " --tp-comm-overlap"
-        return read_flags(flags.split())
+        return read_flags(flags.split(), ran=True)
 
     def cluster(self) -> Cluster:
         gpu, network, node = _SYSTEMS[self.system]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure.known import check_name, check_together, is_neutral
+from megatron.fill.wings.configure.known import check_name, is_neutral
+from megatron.fill.wings.configure.rules import together_problem, whole_problem
 from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 
@@ -162,8 +163,8 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
                 f"{flag} is missing; expected Megatron's flags of the model and --global-batch-size{unless}"
             )
     names = {flag for flag, _ in given}
-    if not ran:
-        check_together(names)
+    if not ran and (problem := together_problem(given)):
+        raise ConfigError(problem)
     fields = _shape(values, names, pattern)
     if "shared_width" in fields and "--disable-bias-linear" not in names:
         raise ConfigError(f"{_SHARED} without --disable-bias-linear: expected both, as shared experts have no biases")
@@ -289,14 +290,17 @@ def _check_layout(fixed: dict[str, Any], layers: int) -> None:
 
 
 def check_whole(training: Training, tokens: Sequence[str]) -> None:
-    """Check that the flags of full recomputation are all there, where no others are added.
+    """Check flags that a layout needs, where no others are added.
 
     Raises:
-        ConfigError: one that Megatron needs with the others is missing.
+        ConfigError: one that Megatron needs with the others is missing, or one is there that it refuses with them.
     """
-    given = {flag for flag, _ in pairs(tokens)}
+    given = pairs(tokens)
+    if problem := whole_problem(given, training.fixed.get("chunks", 1)):
+        raise ConfigError(problem)
+    names = {flag for flag, _ in given}
     for flag in _RECOMPUTE:
-        if training.fixed.get("recompute") is Recompute.FULL and flag not in given:
+        if training.fixed.get("recompute") is Recompute.FULL and flag not in names:
             raise ConfigError(f"--recompute-granularity is full without {flag}; expected both")
 
 

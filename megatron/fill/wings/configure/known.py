@@ -35,13 +35,6 @@ _REFUSED = {
     "--step-batch-size-schedule": "a batch that grows",
     "--yaml-cfg": "a file in the place of flags",
 }
-# Flags that Megatron refuses without another, or does not look at.
-_WITH = {
-    "--num-query-groups": "--group-query-attention",
-    "--overlap-param-gather": "--overlap-grad-reduce",
-    "--fp8-param-gather": "--fp8-format",
-    "--fp8-output-proj": "--fp8-format",
-}
 _NEUTRAL = re.compile(
     "--(?:"
     # the model, its numbers and its precision, as far as they are counted
@@ -96,17 +89,6 @@ def is_neutral(flag: str, value: str | None) -> bool:
     if flag == "--recompute-num-layers":
         return value == "1"
     return flag in ("--optimizer", "--recompute-method") or _NEUTRAL.fullmatch(flag) is not None
-
-
-def check_together(given: Collection[str]) -> None:
-    """Check that flags which have no effect alone are not.
-
-    Raises:
-        ConfigError: one is; the message names the other.
-    """
-    for flag, other in _WITH.items():
-        if flag in given and other not in given:
-            raise ConfigError(f"{flag} without {other}; expected both, or neither")
 
 
 def check_name(flag: str, own: Collection[str] = ()) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 
 from megatron.fill.errors import ConfigError
@@ -18,14 +19,15 @@ from megatron.fill.pipeline.timeline import Timeline
 from megatron.fill.profiles import BubbleCycle
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.correction import Correction
-from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.configure.flags import Training, layout_flags, pairs
 from megatron.fill.wings.configure.latency import Iteration, bound_ns, iteration, timeline
 from megatron.fill.wings.configure.layout import Layout, lay_out
 from megatron.fill.wings.configure.links import Links
-from megatron.fill.wings.configure.overlap import recomputations
+from megatron.fill.wings.configure.overlap import recomputations, startable
 from megatron.fill.wings.configure.passes import Passes
 from megatron.fill.wings.configure.room import Margins, least_bytes, margins, memory
 from megatron.fill.wings.configure.rows import in_rows, layout_of
+from megatron.fill.wings.configure.rules import open_rules, whole_problem
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.mainjob.hardware import GIB, GpuKind
 from megatron.fill.wings.mainjob.memory import StageMemory
@@ -150,6 +152,7 @@ class Evaluator:
             )
         self.margins = margins(self.models[1], correction is not None, training.others)
         self.kinds = recomputations(self.models[1], training.fixed)
+        self._rules = open_rules(pairs(training.others))
 
     def first(self, nodes: int) -> Evaluator:
         """Return the evaluator of the first nodes alone."""
@@ -208,6 +211,13 @@ class Evaluator:
         most = max(one.total_bytes for one in memory(unfused(model), its))
         return replace(self.margins, high=self.margins.high * max(1.0, most / peak_bytes))
 
+    def refused(self, its: Parallel) -> str:
+        """Return why Megatron refuses the training's flags with those of a layout; "" if it does not."""
+        if not self._rules:
+            return ""
+        flags = [*startable(self.training.others, its), *layout_flags(its, self.training.model.predicted)]
+        return whole_problem(pairs(flags), its.chunks, self._rules)
+
     def candidates(self, excluded: Counter[str]) -> Iterator[Parallel]:
         """Those that may fit; each with the least recomputation with which it does."""
         for its in layouts(self.training, self.cluster.gpus, self.cluster.gpus_per_node, excluded):
@@ -216,6 +226,9 @@ class Evaluator:
                 continue
             for kind in self.kinds:
                 one = its if kind is its.recompute else replace(its, recompute=kind)
+                if reason := self.refused(one):
+                    excluded[reason] += 1
+                    continue
                 if self.fits(self.least_bytes(one)):
                     yield one
                     break
@@ -270,12 +283,23 @@ def _with_recompute(evaluator: Evaluator, times: Iteration, excluded: Counter[st
     """The configuration; where only its bound fits, the one with more recomputation that does."""
     its, kinds = times.parallel, evaluator.kinds
     for kind in kinds[kinds.index(its.recompute) :]:
-        one = times if kind is its.recompute else evaluator.iteration(replace(its, recompute=kind))
-        found = evaluator.proposal(one)
+        other = its if kind is its.recompute else replace(its, recompute=kind)
+        if evaluator.refused(other):
+            continue
+        found = evaluator.proposal(times if other is its else evaluator.iteration(other))
         if found is not None:
             yield found
             return
         excluded[_MEMORY] += 1
+
+
+def _most_recomputed(evaluator: Evaluator) -> Iterator[Parallel]:
+    """Every layout with the most recomputation with which Megatron starts it."""
+    cluster, passes = evaluator.cluster, evaluator.passes
+    for its in layouts(evaluator.training, cluster.gpus, cluster.gpus_per_node, Counter()):
+        if passes is None or its.tp in passes.tensors:
+            kinds = (replace(its, recompute=kind) for kind in reversed(evaluator.kinds))
+            yield from islice((one for one in kinds if not evaluator.refused(one)), 1)
 
 
 def _nothing(evaluator: Evaluator, excluded: Counter[str]) -> str:
@@ -284,15 +308,7 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str]) -> str:
     where = f"{cluster.gpus} x {cluster.gpu.name}"
     head = f"no configuration of these flags fits {where}"
     if excluded[_MEMORY]:
-        tensors = evaluator.passes.tensors if evaluator.passes else range(1, cluster.gpus_per_node + 1)
-        its = min(
-            (
-                replace(one, recompute=evaluator.kinds[-1])
-                for one in layouts(evaluator.training, cluster.gpus, cluster.gpus_per_node, Counter())
-                if one.tp in tensors
-            ),
-            key=evaluator.least_bytes,
-        )
+        its = min(_most_recomputed(evaluator), key=evaluator.least_bytes)
         held, interval = evaluator.held(its)
         least = max(one.total_bytes for one in held)
         most = interval.most_bytes(least)
