@@ -1,23 +1,23 @@
 """The automatic brake: stops filling when it measurably slows the training down, and tries again later.
 
-``--fill-max-slowdown`` is the limit.  A few iterations in each period are left unfilled (a *probe*), to compare their
-filled neighbours with; probes are short, since two of two iterations tell more than one of four.  Megatron's iteration
-number alone determines which ones, and longer periods are multiples of the shorter ones, so all ranks leave the same
-iterations unfilled without communication.
+``--fill-max-slowdown`` is the limit.  One iteration in each period is left unfilled (a *probe*), to compare its filled
+neighbours with.  Successive iterations vary together, so a second one in a row would tell little more than the first.
+Megatron's iteration number alone determines which ones, and longer periods are multiples of the shorter ones, so all
+ranks leave the same iterations unfilled without communication.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.fill.rank.evidence import Evidence, Noise
 from megatron.fill.types import BrakeEvent, fills_block
 
-_PROBE = 2  # number of iterations in a row without filling
-_BESIDE = 3  # number of filled iterations before them, and after them, that they are compared with
-_PERIODS = (8, 16, 32, 64, 128)  # iterations from one probe to the next: each a multiple of the one before
+_BESIDE = 3  # number of filled iterations before a probe, and after it, that it is compared with
+_PERIODS = (4, 8, 16, 32, 64)  # iterations from one probe to the next: each a multiple of the one before
 _UNSETTLED = 1  # the index of the period before the jobs have settled: probes tell little then
 _CALM_PAIRS = 5  # number of pairs after which the probes become rarer
 _FORGIVING_PAIRS = 20  # number of pairs in a row without braking after which one strike is removed
@@ -54,10 +54,11 @@ class Brake:
         self._strikes = 0
         self._until = 0  # the iteration that fills again; 0 while the brake is off
         self._retried = 0  # the latest such iteration
-        self._pair: tuple[int, int] | None = None  # the pair that the present iteration belongs to
+        self._pair: tuple[int, int] | None = None  # the pair that the present iteration belongs to, by its period
         self._filling = False
         self._last_ns = 0
         self._times: dict[bool, list[float]] = {True: [], False: []}  # logarithms of that pair's times, by filling
+        self._before: deque[float] = deque(maxlen=_BESIDE)  # those of the latest filled iterations
 
     def iteration_started(self, iteration: int, number: int) -> bool:
         """Close the pair before, stop filling if it was too slow, and return True if this iteration is to be filled.
@@ -73,6 +74,8 @@ class Brake:
                 self._stop(*measured, iteration, number)
             pair = self._pair_of(iteration, number)  # again, since the period of probes may have changed
             self._pair = pair
+            if pair is not None and pair[0]:
+                self._times[True] = [*self._before]
         if self._until and iteration >= self._until:
             self._retried, self._until = self._until, 0
             guard = f"{self.guard_ns / 1e6:.1f} ms"
@@ -98,20 +101,20 @@ class Brake:
         self._last_ns = duration_ns
         log_time = math.log(max(1, duration_ns))
         self._noise.add(self._filling, log_time)
+        if self._filling:
+            self._before.append(log_time)
         if self._pair is not None:
             self._times[self._filling].append(log_time)
 
     def _plan(self, iteration: int, number: int) -> bool:
         if self.paired_blocks:
             return fills_block(number // self.paired_blocks)
-        period = _PERIODS[self._level]
-        return not period - _BESIDE - _PROBE <= iteration % period < period - _BESIDE
+        return (iteration + 1) % _PERIODS[self._level] != 0
 
     def _pair_of(self, iteration: int, number: int) -> tuple[int, int] | None:
         """Return the key of the pair that an iteration belongs to, if any.
 
-        A pair is a probe with its filled neighbours, two paired blocks, or the end of a cool-down with what follows
-        it.
+        A pair is a probe with what follows it, two paired blocks, or the end of a cool-down with what follows it.
         """
         if self.paired_blocks:
             return None if self._until > iteration else (0, number // (2 * self.paired_blocks))
@@ -119,15 +122,15 @@ class Brake:
         if begun and begun - _EDGE <= iteration < begun + _EDGE:
             return 0, begun
         period = _PERIODS[self._level]
-        inside = not self._until and iteration % period >= period - _PROBE - 2 * _BESIDE
-        return (period, iteration // period) if inside else None
+        inside = not self._until and (iteration + 1) % period <= _BESIDE
+        return (period, (iteration + 1) // period) if inside else None
 
     def _close_pair(self) -> tuple[float, int] | None:
         """Add the pair that is over to the evidence, and return its verdict (``Evidence.verdict``)."""
         on, off = self._times[True], self._times[False]
         self._times = {True: [], False: []}
         sigma = self._noise.sigma
-        if 2 * min(len(on), len(off)) < (self.paired_blocks or _PROBE) or sigma is None:
+        if 2 * min(len(on), len(off)) < max(1, self.paired_blocks) or sigma is None:
             return None
         self._evidence.add(on, off, sigma)
         measured = self._evidence.verdict(sigma)
@@ -154,6 +157,7 @@ class Brake:
         self._strike(+1)
         self._level = self._calm = self._good = 0
         self._evidence.clear()
+        self._before.clear()
         self._until = iteration + (_COOL_DOWN << (self._strikes - 1))
         # Ranks that stop within the same period resume together, and blocks resume with a filled one.
         grid, offset = (2 * self.paired_blocks, iteration - number) if self.paired_blocks else (_GRID, 0)

@@ -1,7 +1,7 @@
 """Statistical test whether the training is slower with filling than without, from few and noisy iteration times.
 
-Filling is off for a few iterations now and then; those and their filled neighbours are a *pair*, and the logarithm of
-the ratio of their times is the pair's *change*.  A slow drift affects both and cancels.
+Filling is off for an iteration now and then; that and its filled neighbours are a *pair*, and the logarithm of the
+ratio of their times is the pair's *change*.  A slow drift affects both and cancels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _MOST_STEPS = 96  # number of recent iterations from which the noise is estimate
 _FEWEST_STEPS = 8
 _TO_SIGMA = 1.4826 / math.sqrt(2)  # from the median |difference| of two normal values to the deviation of one
 _TRIMMED = 1.1  # ratio of the midmean's standard deviation to the mean's, under normal noise, from four values on
-_SURE = 2.8  # standard deviations above the limit that are required; more with few pairs
-_FEW_PAIRS = 12.0
-_APART = 4.0  # standard deviations of an iteration by which two differ if one of them is an outlier
+_SURE = 3.0  # standard deviations above the limit that are required; more with few pairs
+_FEW_PAIRS = 20.0
+_LEAST = -4.0  # standard deviations of a pair; a lower change is that of an outlier among few unfilled iterations
 
 
 class Noise:
@@ -52,15 +52,10 @@ class Evidence:
         self._pairs: deque[tuple[float, float]] = deque(maxlen=_MOST_PAIRS)  # change, and its variance in sigma^2
 
     def add(self, on: Sequence[float], off: Sequence[float], sigma: float) -> None:
-        """Add a pair, of the logarithms of the iteration times with and without filling; neither is empty.
-
-        Of two iterations without filling, between which a midmean cannot choose, an outlier is left out: the one
-        that is farther from the filled ones.
-        """
-        filled = midmean(on)
-        if len(off) == 2 and abs(off[0] - off[1]) > _APART * sigma:
-            off = [min(off, key=lambda log_time: abs(log_time - filled))]
-        self._pairs.append((filled - midmean(off), _variance(len(on)) + _variance(len(off))))
+        """Add a pair, of the logarithms of the iteration times with and without filling; neither is empty."""
+        variance = _variance(len(on)) + _variance(len(off))
+        change = midmean(on) - midmean(off)
+        self._pairs.append((max(change, _LEAST * sigma * math.sqrt(variance)), variance))
 
     def clear(self) -> None:
         self._pairs.clear()

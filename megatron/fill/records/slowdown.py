@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.fill.types import Iteration
 
-_LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 2, its pauses at least 64
+_LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have one, its pauses at least 64
 _BESIDE = 3  # filled iterations on either side that a stretch is compared with, or as many as it has if that is more
 _FEWEST_PAIRS = 4
 

@@ -101,7 +101,7 @@ def test_noise_alone_brakes_less_than_once_in_ten_thousand_iterations(noise):
 
 @pytest.mark.parametrize(
     ("slowdown", "sigma", "median"),
-    [(0.5, 0.05, 32), (0.3, 0.05, 48), (0.1, 0.05, 96), (0.03, 0.05, 640), (0.03, 0.01, 96), (0.1, 0.01, 32)],
+    [(0.5, 0.05, 24), (0.3, 0.05, 32), (0.1, 0.05, 56), (0.03, 0.05, 320), (0.03, 0.01, 48), (0.1, 0.01, 24)],
 )
 def test_a_slowdown_is_found_the_sooner_the_larger_it_is(slowdown, sigma, median):
     found = [Training(slowdown).run(normal(6000, seed, sigma)).braked_after() for seed in range(15)]
@@ -163,54 +163,47 @@ def test_all_ranks_probe_at_the_same_iterations_whatever_their_noise():
     ranks = [Training(first=1001).run(normal(8000, seed)) for seed in range(4)]
     unfilled = [{number for number, on in enumerate(rank.filled) if not on} for rank in ranks]
     assert [rank.brake.events for rank in ranks] == [[]] * 4
-    rarest = {number for number in range(8000) if 123 <= (1001 + number) % 128 < 125}
+    rarest = {number for number in range(8000) if (1001 + number) % 64 == 63}
     for numbers in unfilled:
         # The rare ones are part of the frequent ones.
         assert rarest <= numbers
-        assert all(3 <= (1001 + number) % 8 < 5 for number in numbers)
+        assert all((1001 + number) % 4 == 3 for number in numbers)
 
 
 def test_filling_begins_with_frequent_probes_that_become_rare():
     filled = Training(first=0).run(normal(4096)).filled
-    assert np.mean(filled[:64]) == 0.75
-    assert np.mean(filled[2048:]) >= 1 - 2 / 64
+    assert np.mean(filled[:20]) == 0.75
+    assert np.mean(filled[2048:]) >= 1 - 1 / 16
 
 
 def test_without_noise_probes_become_rare_with_every_pair_once_the_noise_is_known():
     filled = Training(first=0).run(np.zeros(1024)).filled
-    assert [at for at in range(1024) if not filled[at] and filled[at - 1]] == [
-        3,
-        11,
-        19,
-        27,
-        59,
-        *range(123, 1024, 128),
-    ]
+    assert [at for at in range(1024) if not filled[at]] == [3, 7, 11, 15, 31, *range(63, 1024, 64)]
 
 
-@pytest.mark.parametrize(("sigma", "most"), [(0.005, 16), (0.01, 20), (0.02, 33), (0.04, 46)])
+@pytest.mark.parametrize(("sigma", "most"), [(0.005, 12), (0.01, 15), (0.02, 23), (0.04, 33)])
 def test_probes_take_little_of_the_first_300_iterations(sigma, most):
-    # With probes of four iterations it was 21, 26, 35 and 43.
+    # With probes of two iterations it was 15, 19, 29 and 41.
     unfilled = [300 - sum(Training().run(normal(300, seed, sigma)).filled) for seed in range(20)]
     assert np.mean(unfilled) <= most
 
 
 @pytest.mark.parametrize(
     ("sigma", "slowdown", "median"),
-    [(0.005, 0.02, 330), (0.01, 0.05, 106), (0.02, 0.05, 330), (0.02, 0.02, 1715), (0.04, 0.05, 862)],
+    [(0.005, 0.02, 90), (0.01, 0.05, 60), (0.02, 0.05, 80), (0.02, 0.02, 400), (0.04, 0.05, 160)],
 )
-def test_a_slowdown_that_begins_later_is_found_sooner_than_by_longer_probes(sigma, slowdown, median):
+def test_a_slowdown_that_begins_later_is_found_soon(sigma, slowdown, median):
     after = []
     for seed in range(25):
         training = Training(lambda guard, number: slowdown * (number >= 700), first=6 + 5 * seed)
         training.run(normal(4000, seed, sigma))
         after.append(training.brake.events[0].iteration - training.first - 700 if training.brake.events else 4000)
-    assert np.median(after) < median  # that of probes of four iterations
+    assert np.median(after) < median
 
 
 def test_before_jobs_settle_probes_become_rare_only_after_five_pairs():
     filled = Training(first=0, settled=1024).run(np.zeros(160)).filled
-    assert [at for at in range(160) if not filled[at] and filled[at - 1]] == [11, 27, 43, 59, 75, 91, 123, 155]
+    assert [at for at in range(160) if not filled[at]] == [7, 15, 23, 31, 39, 47, 63, 79, 95, 111, 127, 159]
 
 
 def test_what_was_measured_before_jobs_settled_does_not_delay_the_brake():
@@ -222,8 +215,11 @@ def test_what_was_measured_before_jobs_settled_does_not_delay_the_brake():
 
 
 def test_a_slowdown_near_the_limit_keeps_the_probes_frequent():
-    filled = Training(0.009, first=0).run(normal(160, sigma=0.01)).filled
-    assert np.mean(filled[:64]) == 0.75
+    def unfilled(slowdown: float) -> int:
+        trainings = [Training(slowdown, first=0).run(normal(160, seed, sigma=0.01)) for seed in range(20)]
+        return sum(training.filled.count(False) for training in trainings)
+
+    assert unfilled(0.009) > 2 * unfilled(0.0)
 
 
 @pytest.mark.parametrize(("slowdown", "most"), [(0.03, 500), (0.1, 260)])
@@ -241,19 +237,19 @@ def test_a_brake_says_so_and_tries_again_with_a_larger_guard():
         "1%); tries again at iteration 96 with a guard of 4.0 ms"
     )
     assert training.said[1] == "PipeFill: rank 3 fills again from iteration 96, with a guard of 4.0 ms"
-    assert (event.iteration, event.until, event.pairs, event.guard_ns) == (23, 96, 2, 4 * MS)
+    assert (event.iteration, event.until, event.pairs, event.guard_ns) == (22, 96, 2, 4 * MS)
     assert math.isclose(event.slowdown, 0.2, rel_tol=1e-6)
-    assert training.filled[23 - 6 + 1 : 96 - 6] == [False] * 72
+    assert training.filled[22 - 6 + 1 : 96 - 6] == [False] * 73
     # The second time the pause and the guard double; the end of the pause and what followed it were a pair already.
     second = brake.events[1]
-    assert (second.iteration, second.until, second.guard_ns) == (103, 240, 7 * MS)
+    assert (second.iteration, second.until, second.guard_ns) == (106, 240, 7 * MS)
     assert brake.guard_ns == brake.events[2].guard_ns == 13 * MS
 
 
 def test_the_pause_and_the_guard_are_bounded():
     training = Training(0.2).run(np.zeros(20_000))
     pauses = [event.until - event.iteration - 1 for event in training.brake.events]
-    assert pauses[:7] == [72, 136, 264, 520, 1032, 1032, 1032]
+    assert pauses[:7] == [73, 133, 261, 517, 1029, 1029, 1029]
     assert training.brake.guard_ns == 16 * 3 * MS
 
 
@@ -301,13 +297,13 @@ class TestEvidence:
         evidence.add([5.0] * 4, [0.0] * 4, 0.001)
         assert evidence.verdict(0.001) is None
 
-    def test_of_two_unfilled_iterations_an_outlier_is_left_out(self):
+    def test_an_unfilled_iteration_that_is_an_outlier_does_not_hide_a_slowdown(self):
         evidence = Evidence(0.01)
-        for _ in range(4):
-            evidence.add([0.03] * 6, [0.0, 0.5], 0.001)
-        measured = evidence.verdict(0.001)
+        for change in [0.03] * 10 + [-0.5] + [0.03] * 10:
+            evidence.add([change] * 6, [0.0], 0.01)
+        measured = evidence.verdict(0.01)
         assert measured is not None
-        assert math.isclose(measured[0], math.expm1(0.03), rel_tol=1e-9)
+        assert 0.02 < measured[0] < 0.04
 
     def test_a_slowdown_that_has_just_begun_is_doubted_before_it_shows_in_all_pairs(self):
         evidence = Evidence(0.01)

@@ -276,7 +276,7 @@ def test_the_brake_turns_filling_off_and_is_recorded():
     listener, drive, said = braking(guard_ns=MS)
     while not said:
         assert drive.number < 60
-        on = drive.number >= 2 and not 3 <= (drive.number + 1) % 8 < 5
+        on = drive.number >= 2 and (drive.number + 2) % 4 != 0
         drive.iteration(20, compute_ms=100 if on else 80)
     assert not listener.filling
     assert isinstance(listener.gate, FakeGate)

@@ -88,8 +88,9 @@ def wait_ended(reader: SharedGateReader, timeout_s: float = 30.0) -> bool:
 def test_a_worker_sees_bubbles_when_the_device_is_there_and_the_record_is_what_it_did(rank):
     board = CycleBoardReader(rank.board.reader_fd())
     received = [threading.Event() for _ in range(4)]  # when the worker has seen the bubble, however slow it is
-    for number in range(1, 8):  # all of it is enqueued at once: the device needs 0.8 s for it
-        rank.iteration(number, received[number - 4] if number > 3 else None)
+    numbers = range(8, 15)  # none of which the brake leaves unfilled
+    for place, number in enumerate(numbers, 1):  # all of it is enqueued at once: the device needs 0.8 s for it
+        rank.iteration(number, received[place - 4] if place > 3 else None)
     seen: list[OpenBubble] = []
     while len(seen) < 4:
         bubble = rank.reader.wait(seen[-1].seq if seen else 0)
@@ -113,7 +114,7 @@ def test_a_worker_sees_bubbles_when_the_device_is_there_and_the_record_is_what_i
         assert bubble.deadline_ns == recorded.start_ns + recorded.predicted_ns
         assert rank.reader.closed_ns(bubble.seq) == recorded.end_ns
         assert bubble.free_bytes == 0  # no driver was asked
-    assert [one.iteration for one in record.iterations] == list(range(1, 8))
+    assert [one.iteration for one in record.iterations] == [*numbers]
     assert {span.name for span in record.spans} == {"forward"}
     assert record.info == INFO
     cycle = board.read()
