@@ -21,9 +21,12 @@ _TRANSFERS = (
     *(f"backward-{what}" for what in ("send", "recv", "send-forward-recv", "send-backward-recv")),
     "forward-backward-send-forward-backward-recv",
 )
+_GROUPS = ("tensor group", "context group", "expert group")  # of collectives inside passes; not said is of which
+_PASSES = ("forward-compute", "backward-compute")
 # Timers that are compared together, and the account's names for the same time.
 _PAIRS = (
-    (("forward-backward",), ("forward", "data loading", "backward", "gradients", *_BUBBLES)),
+    (("forward-backward",), ("forward", "data loading", "backward", "gradients", *_GROUPS, *_BUBBLES)),
+    (_PASSES, ("forward", "data loading", "backward", *_GROUPS)),
     (("forward-compute",), ("forward", "data loading")),
     (("backward-compute",), ("backward",)),
     (_TRANSFERS, _BUBBLES),
@@ -96,6 +99,8 @@ def compared(timers_s: Mapping[str, float], account_s: Mapping[str, float]) -> l
     found = []
     left = dict(timers_s)
     for together, rows in _PAIRS:
+        if together is _PASSES and account_s.keys().isdisjoint(_GROUPS):
+            continue  # each pass has a row of its own
         names = [name for name in together if name in left]
         there = [row for row in rows if row in account_s]
         if names and there:

@@ -26,6 +26,16 @@ def test_a_timer_is_compared_with_what_the_account_has_for_its_time():
     assert (rest.timers, rest.rows, rest.account_s, rest.difference_s) == (["interval-time"], [], None, None)
 
 
+def test_passes_are_compared_together_where_the_account_does_not_say_in_which_their_collectives_were():
+    seen = {"forward": 1.0, "backward": 2.0, "fill": 0.5, "tensor group": 6.0, "expert group": 0.25, "data group": 9.0}
+    ours = {"forward-backward": 10.0, "forward-compute": 4.0, "backward-compute": 5.0}
+    both, passes = compared(ours, seen)
+    groups = ["tensor group", "expert group"]
+    assert (both.rows, both.account_s) == (["forward", "backward", *groups, "fill"], 9.75)
+    assert (passes.timers, passes.rows) == (["forward-compute", "backward-compute"], ["forward", "backward", *groups])
+    assert (passes.time_s, passes.account_s, passes.difference_s) == (9.0, 9.25, 0.25)
+
+
 def test_what_replicas_exchange_is_the_gradients_and_the_parameters_and_not_the_experts_tokens():
     ours = {"params-all-gather": 1.0, "all-grads-sync": 2.0}
     (found,) = compared(ours, {"data group": 3.5, "expert group": 9.0})
