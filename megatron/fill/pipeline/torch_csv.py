@@ -18,7 +18,7 @@ from megatron.fill.given.files import read_text
 from megatron.fill.given.problems import shown
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError
 
-_MOST_BYTES = 8 << 20  # a million passes
+_MOST_BYTES = 10 << 20  # a million passes; more than the longest that ``pipefill schedule`` writes
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _TOGETHER = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 _LEFT_OUT = re.compile(r"\d+(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|(?:RECV|(?:WAIT_)?SEND)_[FB]\d+)")

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.fill.cli.schedule import _MOST_FORWARDS
 from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import NAMES, make_schedule, usual_chunks
-from megatron.fill.pipeline.torch_csv import dump_csv, load_csv
+from megatron.fill.pipeline.torch_csv import _MOST_BYTES, dump_csv, load_csv
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "schedules").glob("*.csv"))
 
@@ -65,6 +66,11 @@ def test_a_file_of_a_spreadsheet_is_read(tmp_path: Path):
     path = tmp_path / "own.csv"
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n1F0,1B0\r\n\r\n")
     assert str(load_csv(path)).splitlines()[1:] == ["0: F0 B0", "1: F0 B0"]
+
+
+def test_the_longest_file_that_is_written_can_be_read():
+    """A forward and a backward pass as one action take the most bytes; stage and microbatch have seven digits then."""
+    assert len("(1F149999;0B149999)OVERLAP_F_B,") * _MOST_FORWARDS <= _MOST_BYTES
 
 
 @pytest.mark.parametrize(
