@@ -65,10 +65,14 @@ def load_csv(path: Path) -> Schedule:
         if error.rank is None:
             raise ConfigError(f"{path}: {error.problem}") from error
         where = f"{path}, line {error.rank + 1}"
+        problem = error.problem + (" (F1.2 is microbatch 1 on the rank's third stage)" if len(held[0]) > 1 else "")
         if error.at is not None:
             where += f", cell {cells[error.rank][error.at]}"
-        meaning = " (F1.2 is microbatch 1 on the rank's third stage)" if len(held[0]) > 1 else ""
-        raise ConfigError(f"{where}: {error.problem}{meaning}") from error
+        else:  # a pass is missing, or the microbatch that makes it so many is wrong
+            places = ((rank, at) for rank, row in enumerate(order) for at in range(len(row)))
+            rank, at = max(places, key=lambda place: order[place[0]][place[1]].microbatch)
+            problem += f"; the last microbatch is {microbatches - 1}, in line {rank + 1}, cell {cells[rank][at]}"
+        raise ConfigError(f"{where}: {problem}") from error
 
 
 def dump_csv(path: Path, schedule: Schedule) -> None:
