@@ -1,4 +1,4 @@
-"""The keeper: lets jobs go on between two trainings (``python -m megatron.fill.agent.keeper SPEC RANK_FD DEAD``).
+"""The keeper: has jobs go on between trainings (``python -m megatron.fill.agent.keeper SPEC RANK_FD DEAD ENDED_S``).
 
 With ``--fill-between`` the warden starts it when its agent has ended.  It waits for the end of the rank, and then
 stands in for it: a gate that is always open, a board with the rank's last bubble cycle, a control page, and an agent,
@@ -26,7 +26,7 @@ from megatron.fill.agent.warden import END_S, Pauses, start_agent
 from megatron.fill.folders import AGENTS, BETWEEN
 from megatron.fill.linux import host, safefile
 from megatron.fill.linux.reap import end_descendants
-from megatron.fill.linux.wakeup import Wakeup
+from megatron.fill.linux.wakeup import Wakeup, readable
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.gate import SharedGate
@@ -42,11 +42,17 @@ _FREE = 1 << 50  # memory in bytes that no training takes; what the device has f
 
 
 class Keeper:
-    """Serves the jobs of one device after its rank's end."""
+    """Serves the jobs of one device after its rank's end.
 
-    def __init__(self, spec: AgentSpec, dead: str) -> None:
+    Args:
+        dead: pids of the rank's agents that died.
+        ended_s: ``time.monotonic()`` at the rank's end, if it has ended already.
+    """
+
+    def __init__(self, spec: AgentSpec, dead: str, ended_s: float) -> None:
         self.spec = spec
         self.dead = dead
+        self._ended_s = ended_s
         self._ending = False
         self._woken = Wakeup()
 
@@ -57,8 +63,10 @@ class Keeper:
     def run(self, rank_fd: int) -> None:
         """Wait for the rank's end, and serve its jobs if nobody else has the device."""
         spec = self.spec
-        while not self._ending and not self._woken.wait(3600.0, rank_fd):
-            pass
+        if not readable(0, rank_fd):
+            while not self._ending and not self._woken.wait(3600.0, rank_fd):
+                pass
+            self._ended_s = time.monotonic()
         if self._ending or ControlPage(spec.control_fd).state is not RunState.RUNNING:
             return
         turn = DeviceTurn(turn_file(Path(spec.run_dir), spec.place))
@@ -66,8 +74,21 @@ class Keeper:
             logger.info("no job runs between two trainings: a rank has started already")
             return
         began_s = time.monotonic()
+        if began_s >= self._end_s:
+            logger.info("no job runs between two trainings: the time for it was over before one could start")
+            return
         why = self._serve(turn, CycleBoardReader(spec.board_fd).read())
-        logger.info("jobs had the device for %.1f s between two trainings: %s", time.monotonic() - began_s, why)
+        ended_s = time.monotonic()
+        logger.info(
+            "jobs had the device for %.1f s between two trainings, until %.1f s after the training's end: %s",
+            ended_s - began_s,
+            ended_s - self._ended_s,
+            why,
+        )
+
+    @property
+    def _end_s(self) -> float:
+        return self._ended_s + self.spec.between_s
 
     def _serve(self, turn: DeviceTurn, cycle: BubbleCycle | None) -> str:
         """Run an agent until the end; return the reason for it.  No process is left, whatever is raised."""
@@ -100,13 +121,12 @@ class Keeper:
 
     def _stay(self, gate: SharedGate, agent: _Agent, control: ControlPage, turn: DeviceTurn) -> str:
         """Keep the gate open; return the reason for the end."""
-        end_s = time.monotonic() + self.spec.between_s
         bubble_end_s = 0.0
         while True:
             now_s = time.monotonic()
             if turn.wanted:
                 return "a rank has started"
-            if now_s >= end_s:
+            if now_s >= self._end_s:
                 return "their time is over"
             if self._ending:
                 return "SIGTERM"
@@ -116,7 +136,7 @@ class Keeper:
                 return "pipefill kill"
             if now_s >= bubble_end_s:
                 gate.close(time.monotonic_ns())
-                bubble_end_s = min(end_s, now_s + _BUBBLE_S)
+                bubble_end_s = min(self._end_s, now_s + _BUBBLE_S)
                 gate.open_alone(round(bubble_end_s * 1e9))
             self._woken.wait(min(_LOOK_S, bubble_end_s - now_s))
 
@@ -156,10 +176,10 @@ class _Agent:
 
 
 def main() -> None:
-    spec_path, rank_fd, dead = sys.argv[1:]
+    spec_path, rank_fd, dead, ended_s = sys.argv[1:]
     spec = AgentSpec.from_json(Path(spec_path).read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
-    keeper = Keeper(spec, dead)
+    keeper = Keeper(spec, dead, float(ended_s))
     signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it reaches the wake-up descriptor
     signal.signal(signal.SIGTERM, keeper.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -68,7 +68,7 @@ class Warden:
         self._rank_fd = os.pidfd_open(self.parent)
         self._continue_s = continue_s
         self._holds = False
-        self._ending = False
+        self._ended_s: float | None = None  # ``time.monotonic()`` when the rank ended, or somebody asked for the end
         self._pauses = Pauses()
         self._woken = Wakeup()
 
@@ -92,7 +92,12 @@ class Warden:
 
     def end(self, *_: object) -> None:
         """Handle SIGTERM: the rank has ended, or asks for the end."""
-        self._ending = True
+        if self._ended_s is None:
+            self._ended_s = time.monotonic()
+
+    @property
+    def _ending(self) -> bool:
+        return self._ended_s is not None
 
     def _leave_to_keeper(self, turn: DeviceTurn) -> None:
         """Start a keeper, unless somebody has ended the warden of a rank that goes on, or another rank has come."""
@@ -104,7 +109,8 @@ class Warden:
         self._hold()
         if self._rank_released and turn.wanted:  # before, it may be its own rank's lock
             return
-        arguments = str(self.spec_path), str(self._rank_fd), ",".join(self.dead)
+        ended_s = time.monotonic() if self._ended_s is None else self._ended_s
+        arguments = str(self.spec_path), str(self._rank_fd), ",".join(self.dead), str(ended_s)
         keeper = subprocess.Popen(
             [sys.executable, "-m", "megatron.fill.agent.keeper", *arguments],
             stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,22 +66,27 @@ keeper.subprocess.Popen = popen
 keeper.host.yield_to_other_sessions = lambda: None  # to those of other tests
 keeper.main()
 """
+BETWEEN_S = 300.0
 
 
 class Kept:
-    """A rank that only waits, and the keeper that its warden would have started."""
+    """A rank that only waits, or ended ``ended_s`` seconds ago, and the keeper that its warden would have started."""
 
-    def __init__(self, folder: Path, bench: Post, between_s: float) -> None:
+    def __init__(self, folder: Path, bench: Post, ended_s: float | None) -> None:
         self.folder, self.bench = folder, bench
         self.rank = subprocess.Popen(["sleep", "86400"])
         rank_fd = os.pidfd_open(self.rank.pid)
+        if ended_s is not None:
+            self.rank.kill()
+            self.rank.wait()
+        told_s = str(time.monotonic() - (ended_s or 0.0))
         bench.board.show(BubbleCycle(7_000, (BubbleSlot(BubbleKind.FILL, 1_000, 0),)))
-        spec = replace(bench.context.spec, between_s=between_s)
+        spec = replace(bench.context.spec, between_s=BETWEEN_S)
         path = folder / AGENTS / "spec3.json"
         path.write_text(spec.to_json(), encoding="utf-8")
         with (folder / "keeper.log").open("wb") as log:
             self.keeper = subprocess.Popen(
-                [sys.executable, "-c", KEEPER.format(agent=AGENT), str(path), str(rank_fd), "17"],
+                [sys.executable, "-c", KEEPER.format(agent=AGENT), str(path), str(rank_fd), "17", told_s],
                 pass_fds=(rank_fd, spec.board_fd, spec.control_fd),
                 start_new_session=True,
                 stderr=log,
@@ -114,7 +120,7 @@ def kept(tmp_path, request) -> Iterator[Kept]:
     (tmp_path / AGENTS).mkdir()
     DeviceTurn(turn_file(tmp_path, 0), create=True).close()  # as the warden does
     with post(tmp_path) as bench:
-        made = Kept(tmp_path, bench, getattr(request, "param", 300.0))
+        made = Kept(tmp_path, bench, getattr(request, "param", None))
         yield made
         for process in (made.rank, made.keeper):
             process.kill()
@@ -129,10 +135,18 @@ def test_it_waits_for_the_rank_and_then_keeps_the_gate_open_on_the_last_cycle(ke
     assert kept.seen[1:] == ["True", "7000", "True", "17", "between"]
 
 
-@pytest.mark.parametrize("kept", [0.5], indirect=True)
-def test_no_job_goes_on_for_longer_than_was_said(kept):
-    assert kept.gone(kept.die())  # however long its agent took to start
-    assert kept.in_order
+@pytest.mark.parametrize("kept", [BETWEEN_S - 5.0], indirect=True)
+def test_no_job_goes_on_for_longer_than_was_said_after_the_ranks_end(kept):
+    assert kept.keeper.wait(60) == 0
+    assert not notes(kept.folder)
+    assert "time" in (kept.folder / "keeper.log").read_text()
+
+
+@pytest.mark.parametrize("kept", [BETWEEN_S], indirect=True)
+def test_none_begins_if_the_last_ones_took_all_the_time_to_end(kept):
+    assert kept.keeper.wait(60) == 0
+    assert not kept.seen
+    assert "no job runs between two trainings: the time for it was over" in (kept.folder / "keeper.log").read_text()
 
 
 def test_it_leaves_when_a_rank_starts(kept):

@@ -56,10 +56,10 @@ warden.main(continue_s=0.2)
 KEEPER = """
 import os, select, sys, time
 from pathlib import Path
-spec, rank, dead = sys.argv[1:]
+spec, rank, dead, ended_s = sys.argv[1:]
 ended = select.select([int(rank)], [], [], 0)[0]
 seen = Path(spec).with_name("keeper")
-seen.with_suffix(".new").write_text(f"{bool(ended)} {dead or '-'} {os.getsid(0) == os.getpid()}")
+seen.with_suffix(".new").write_text(f"{bool(ended)} {dead or '-'} {os.getsid(0) == os.getpid()} {ended_s}")
 seen.with_suffix(".new").rename(seen)
 while (seen.parent / "slow").exists():
     time.sleep(0.01)
@@ -157,7 +157,7 @@ def test_with_the_end_of_the_training_a_keeper_follows_that_no_launcher_ends(tmp
     (tmp_path / "over").touch()
     assert guarded.warden.wait(60) == 0
     until(lambda: (tmp_path / "keeper").exists())
-    assert (tmp_path / "keeper").read_text().split() == ["False", str(first), "True"]
+    assert (tmp_path / "keeper").read_text().split()[:3] == ["False", str(first), "True"]
 
 
 def test_none_follows_a_warden_that_was_ended_while_its_rank_goes_on(tmp_path):
@@ -210,7 +210,16 @@ def test_one_follows_when_the_rank_is_killed(tmp_path):
     killed_rank(tmp_path)
     until((tmp_path / "keeper").exists)
     agent = Guarded.agents_in(tmp_path)[0][0]
-    assert (tmp_path / "keeper").read_text().split() == ["True", agent, "True"]
+    assert (tmp_path / "keeper").read_text().split()[:3] == ["True", agent, "True"]
+
+
+def test_the_keepers_time_counts_from_the_ranks_end_and_not_from_its_jobs(tmp_path):
+    before_s = time.monotonic()
+    held_by_warden(tmp_path)
+    after_s = time.monotonic()  # the jobs are still saved
+    (tmp_path / "over").touch()
+    until((tmp_path / "keeper").exists)
+    assert before_s < float((tmp_path / "keeper").read_text().split()[3]) < after_s
 
 
 def test_one_follows_a_rank_that_dies_before_an_agent_is_replaced(tmp_path):
