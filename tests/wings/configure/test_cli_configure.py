@@ -16,8 +16,11 @@ from megatron.fill.cli.app import app
 from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.torch_csv import dump_csv
+from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.network import Network, Place
 from megatron.fill.wings.configure.passes import Both
+from megatron.fill.wings.configure.pays import figures
+from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.ranked import ERROR, MODEL_ERROR
 from tests.support.configuring import random_links
 from tests.wings.configure.test_configure_passes import FLAGS as PROFILE_FLAGS
@@ -292,6 +295,23 @@ def test_pays_says_when_it_does_and_when_it_does_not():
         pays("--", *layout, "--fp8-format", "hybrid")
     with pytest.raises(ConfigError, match="--gpu is 'abacus'"):
         pays("--gpu", "abacus", "--", *layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--vocab-size 256000",  # whose output layer makes the last of four equal stages the slowest
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 2 --use-distributed-optimizer",
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --seq-length 1004",
+        "--num-layers 15 --num-layers-per-virtual-pipeline-stage 2 --account-for-embedding-in-pipeline-split",
+        "--tensor-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --sequence-parallel",
+    ],
+)
+def test_pays_evaluates_the_layout_of_the_flags_and_searches_nothing(layout):
+    flags = [*FLAGS.split(), "--pipeline-model-parallel-size", "4", *layout.split()]
+    assert figures(read_flags(flags), 16, "a100-80gb", "dgx-a100").proposal.parallel == laid_out(flags, 16)[1]
 
 
 def test_pays_has_ranks_enough_for_the_experts():

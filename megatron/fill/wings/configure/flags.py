@@ -182,12 +182,13 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             )
         per_chunk = fixed.pop("chunk_layers")
         stages = fixed.get("pp")
-        if stages is None or fields["layers"] % (stages * per_chunk):
+        counted = counted_layers(fields["layers"], fixed)
+        if stages is None or counted % (stages * per_chunk):
             raise ConfigError(
                 f"--num-layers-per-virtual-pipeline-stage is {per_chunk}: expected --pipeline-model-parallel-size with "
-                "it, and both to divide --num-layers"
+                "it, and both to divide --num-layers, with embedding and loss where they count as layers"
             )
-        fixed["chunks"] = fields["layers"] // (stages * per_chunk)
+        fixed["chunks"] = counted // (stages * per_chunk)
     if "stage_layers" in fixed:
         _check_layout(fixed, fields["layers"])
         if later != fields.get("predicted", 0):
@@ -207,6 +208,15 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
     return Training(
         model, values["--global-batch-size"], precision, fixed, tuple(others), divisor, tuple(dict.fromkeys(ignored))
     )
+
+
+def counted_layers(layers: int, fixed: Mapping[str, Any]) -> int:
+    """Return the layers that Megatron divides among the stages, with embedding and loss where they count as one.
+
+    Args:
+        fixed: as ``Training`` has it.
+    """
+    return layers + len({"embedding_is_layer", "loss_is_layer"} & fixed.keys())
 
 
 def _shape(values: Mapping[str, int], names: Collection[str], pattern: str) -> dict[str, Any]:

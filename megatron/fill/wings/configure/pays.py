@@ -9,18 +9,24 @@ from typing import Any
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.cluster import Cluster
-from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.configure.flags import Training, counted_layers
 from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.configure.value import Valued, fill_kinds, valued
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 from megatron.fill.wings.mainjob.parallel import Recompute
 
 _MOST_NODES = 4096
-_ONE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
+# Megatron's layout where flags say nothing.  Layers are divided evenly.
+_DEFAULTS: dict[str, Any] = dict.fromkeys(("tp", "pp", "cp", "ep", "chunks", "microbatch"), 1) | {
+    "recompute": Recompute.NONE,
+    "stage_layers": None,
+    "sequence_parallel": False,
+    "distributed_optimizer": False,
+}
 
 
 def figures(training: Training, gpus: int | None, gpu: str, network: str, schedule: Path | None = None) -> Valued:
-    """Its time, memory and bubbles, with what the bubbles are worth; flags that are left out mean 1, as in Megatron.
+    """Its time, memory and bubbles, with what the bubbles are worth; flags that are left out mean Megatron's defaults.
 
     Args:
         gpus: number of GPUs of the training; None for one replica's.
@@ -32,10 +38,11 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
     for option, name, known in (("--gpu", gpu, list(GPUS)), ("--network", network, list(NETWORKS))):
         if name not in known:
             raise ConfigError(f"{option} is {name!r}: expected one of {', '.join(known)}")
-    fixed: dict[str, Any] = dict.fromkeys(_ONE, 1) | {"recompute": Recompute.NONE} | dict(training.fixed)
+    fixed = _DEFAULTS | dict(training.fixed)
     stages = fixed["pp"] * fixed["chunks"]
-    counted = training.model.layers + sum(name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
-    if counted % stages and fixed.keys().isdisjoint(("stage_layers", "first_layers", "last_layers")):
+    if counted_layers(training.model.layers, fixed) % stages and training.fixed.keys().isdisjoint(
+        ("stage_layers", "first_layers", "last_layers")
+    ):
         raise ConfigError(
             f"--num-layers is {training.model.layers}: expected a multiple of the {stages} stages, virtual ones "
             "included, among which Megatron divides the layers"

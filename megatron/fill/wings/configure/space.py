@@ -1,12 +1,13 @@
 """Every layout of a training on so many GPUs that Megatron starts, and why the others are none.
 
-Three choices are made here and not searched, because they never cost time or memory in this model:
+Three choices are made here and not searched, unless they are fixed, because they never cost time or memory in this
+model:
 
-* *Sequence parallelism* wherever tensor parallelism divides the sequence: its scatter and gather take as long as the
-  all-reduce, what passes between stages is smaller, and activations are divided that were whole.
+* *Sequence parallelism* wherever tensor parallelism divides a rank's part of the sequence: its scatter and gather take
+  as long as the all-reduce, what passes between stages is smaller, and activations are divided that were whole.
 * *The distributed optimizer* wherever there are replicas: a reduce-scatter of gradients and an all-gather of weights,
   which are no larger than gradients, take no longer than an all-reduce, and each replica steps its part only.  And
-  wherever it is asked for, or weights are 8-bit numbers, which Megatron has with it alone.
+  wherever weights are 8-bit numbers, which Megatron has with it alone.
 * *Recomputation* only where a layout does not fit without it: it adds to backward passes and takes nothing away.
 """
 
@@ -20,7 +21,7 @@ from math import gcd
 from typing import Any
 
 from megatron.fill.wings.configure.details import detailed
-from megatron.fill.wings.configure.flags import Training, in_flags
+from megatron.fill.wings.configure.flags import Training, counted_layers, in_flags
 from megatron.fill.wings.configure.overlap import expert_problem
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
@@ -60,7 +61,8 @@ def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter
     """
     model, fixed = training.model, training.fixed
     for tp, cp in product(_choices("tp", divisors(gpus), fixed), _choices("cp", divisors(gpus), fixed)):
-        reason = _tensor_problem(model, tp, cp, gpus, gpus_per_node)
+        divided = _divides_sequence(training, tp, cp)
+        reason = _tensor_problem(model, tp, cp, divided, gpus, gpus_per_node)
         if reason:
             excluded[reason] += 1
             continue
@@ -83,9 +85,9 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
         "dp": dp,
         "cp": cp,
         "global_batch": training.global_batch,
-        "sequence_parallel": tp > 1 and model.sequence % tp == 0,
+        "sequence_parallel": _divides_sequence(training, tp, cp),
         "precision": training.precision,
-        "distributed_optimizer": dp * cp > 1 or model.kernels.fp8_weights or fixed.get("distributed_optimizer", False),
+        "distributed_optimizer": fixed.get("distributed_optimizer", dp * cp > 1 or model.kernels.fp8_weights),
     }
     common |= {name: fixed[name] for name in _HELD if name in fixed}
     splits = _splits(model, fixed, pp)
@@ -111,12 +113,12 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
 
 def _splits(model: ModelSpec, fixed: Mapping[str, Any], pp: int) -> dict[int, list[dict[str, Any]]]:
     """Return, for each number of virtual stages of a rank, how layers may be divided among stages."""
-    counted = {"embedding_is_layer", "loss_is_layer"} & fixed.keys()
-    layers = model.layers + len(counted)
+    layers = counted_layers(model.layers, fixed)
+    counted = layers > model.layers
     given = fixed.get("stage_layers")
     by_hand = {name: fixed[name] for name in ("first_layers", "last_layers") if name in fixed}
     ends = by_hand or ({} if counted or given else _uneven(layers, pp))
-    divided = pp == 1 or given or counted or by_hand
+    divided = pp == 1 or "stage_layers" in fixed or counted or by_hand
     last = 0.0 if divided else _last_layers(model)
     chunks = [1, *(its for its in divisors(layers // pp) if its > 1)]
     if by_hand:
@@ -198,15 +200,22 @@ def _choices(name: str, found: list[int], fixed: Any) -> list[int]:
     return [fixed[name]] if name in fixed else found
 
 
-def _tensor_problem(model: ModelSpec, tp: int, cp: int, gpus: int, gpus_per_node: int) -> str:
+def _divides_sequence(training: Training, tp: int, cp: int) -> bool:
+    """Sequence parallelism, which Megatron ignores without tensor parallelism."""
+    return tp > 1 and training.fixed.get("sequence_parallel", training.model.sequence % (cp * tp) == 0)
+
+
+def _tensor_problem(model: ModelSpec, tp: int, cp: int, divided: bool, gpus: int, gpus_per_node: int) -> str:
     if tp > gpus_per_node or gpus % tp:
         return "--tensor-model-parallel-size stays inside a node and divides the GPUs"
     if model.heads % tp or (model.groups % tp and tp % model.groups) or model.ffn % tp or model.shared_width % tp:
         return "--tensor-model-parallel-size divides heads, query groups and the width of MLP and shared experts"
-    if gpus % (tp * cp) or (cp > 1 and model.sequence % (2 * cp * tp)):
-        return "--context-parallel-size divides the GPUs and half of what tensor parallelism leaves of --seq-length"
-    if model.experts and tp > 1 and model.sequence % tp:
-        return "with experts, --tensor-model-parallel-size divides --seq-length (sequence parallelism)"
+    if gpus % (tp * cp) or (cp > 1 and model.sequence % (2 * cp)):
+        return "--context-parallel-size divides the GPUs and half of --seq-length"
+    if divided and model.sequence % (cp * tp):
+        return "with --sequence-parallel, --tensor-model-parallel-size * --context-parallel-size divides --seq-length"
+    if model.experts and tp > 1 and not divided:
+        return "with experts, --tensor-model-parallel-size above 1 has --sequence-parallel, and divides --seq-length"
     return ""
 
 

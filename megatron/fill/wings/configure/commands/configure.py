@@ -135,8 +135,8 @@ def pays(
 ) -> None:
     """Print the value of a training's bubbles, or that filling does not pay; without GPUs, in a second.
 
-    The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes,
-    memory_interval_bytes, gpus_worth, pays, and flags as ignored and least_known.
+    The layout is that of the flags, by Megatron's defaults where they say nothing. --json prints gpus, iteration_s,
+    bubble_share, memory_bytes, memory_interval_bytes, gpus_worth, pays, and flags as ignored and least_known.
     """
     from megatron.fill.cli.views import print_json
     from megatron.fill.wings.configure.flags import check_whole, read_flags
