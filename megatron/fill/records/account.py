@@ -108,6 +108,7 @@ class AccountWriter:
         self._thread.join(_WRITE_S)
 
     def _run(self) -> None:
+        self._write()  # of a training that is killed before the next one this is left
         while not self._over.wait(_WRITE_S):
             self._write()
         self._write()

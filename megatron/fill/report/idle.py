@@ -38,13 +38,16 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
 
 
 def print_account(accounts: Sequence[AccountReport], console: Console, command: str) -> None:
-    """Print the account; nothing if no rank left one.
+    """Print the account, or that no rank left one.
 
     Args:
         command: the training's command line; what it has already is not named as a remedy.
     """
-    if accounts:
-        console.print(_table(accounts, _had(command, accounts[-1])), "")
+    if not accounts:
+        line = "Where the time of the ranks went is not known: no rank has written an account\n"
+        console.print(line, highlight=False)
+        return
+    console.print(_table(accounts, _had(command, accounts[-1])), "")
     late = [one for one in accounts if one.rank is not None and one.host_late_s >= _LEAST_LATE * one.wall_s]
     if late:
         most_s = max(one.host_late_s for one in late)

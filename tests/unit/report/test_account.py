@@ -21,6 +21,7 @@ from megatron.fill.report.account import account, account_records
 from megatron.fill.report.idle import print_account
 from megatron.fill.report.schema import AccountReport, NamedTime
 from megatron.fill.types import RankInfo
+from tests.support.waiting import until
 
 
 def written(folder: Path, rank: int, *, waits: bool, idle_ns: int = 2_000_000) -> None:
@@ -67,6 +68,14 @@ def test_a_host_without_a_core_is_named(tmp_path: Path):
     assert [one.host_late_s for one in accounts] == pytest.approx([0, 0.3, 0.3])
     print_account(accounts, Console(file=(out := StringIO()), width=80), "train")
     assert "ready, but without a core, as others had it: rank 1, for up to 0.3 s" in out.getvalue()
+
+
+def test_a_training_that_is_killed_at_once_has_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron.fill.records.account._WRITE_S", 3600.0)  # as if killed before the second write
+    writer = AccountWriter(tmp_path, RankInfo(0, 1, 0, 1, 0, 0, 0, 1), Account(), lambda: False)
+    until(lambda: read_accounts(tmp_path))
+    assert list(read_accounts(tmp_path)[0].spent) == ["start-up"]
+    writer.close()
 
 
 def test_the_time_between_segments_is_idle(tmp_path: Path):
@@ -120,7 +129,7 @@ def test_a_segment_without_accounts_has_none_and_a_damaged_one_is_an_error(tmp_p
     segment = begin_segment(tmp_path, "train", 1).segment
     assert account([segment], account_records([segment])) == []
     print_account([], Console(file=(out := StringIO())), "train")
-    assert out.getvalue() == ""
+    assert out.getvalue() == "Where the time of the ranks went is not known: no rank has written an account\n\n"
     (segment.folder / "account0.json").write_text('{"version": 5, "kind": "account", "spent": 3}\n')
     with pytest.raises(FillError, match="damaged"):
         read_accounts(segment.folder)
