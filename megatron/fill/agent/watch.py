@@ -30,7 +30,9 @@ from megatron.fill.worker.spec import Outcome
 
 TICK_S = 0.2
 STOP_S = 10.0  # time limit for a worker to save and stop
-_READ_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024  # what a pipe holds
+_REST_S = 0.005  # between two reads of the output: a job that prints line by line must not wake this process for each
+_ABORT_S = 0.1  # time for a hung task to write its traceback
 _CRASHES = 3  # crashes in a row without a checkpoint in between, after which the job has failed
 _ALL_CRASHES = 12  # crashes in all, after which it has failed in spite of checkpoints
 
@@ -138,8 +140,10 @@ class JobWorker:
         awaited = [exit_fd, pipe]
         try:
             while self.process.poll() is None:
-                if pipe in readable(min(look_s, TICK_S), *awaited) and (not self._pump(pipe) or self.output.full):
-                    awaited.remove(pipe)
+                if pipe in readable(min(look_s, TICK_S), *awaited):
+                    if not self._pump(pipe) or self.output.full:
+                        awaited.remove(pipe)
+                    readable(_REST_S, exit_fd)
                 now_s = time.monotonic()
                 if now_s - tick_s >= TICK_S:
                     tick_s = now_s
@@ -161,6 +165,8 @@ class JobWorker:
                 self.ask_to_stop()
                 self._deadline_s = now_s + self.stop_s
             elif found is not None:
+                if found.cause is Cause.HUNG and not self.command:
+                    self._abort()
                 self._kill()
         elif found is not None and found.how > How.STOP:
             self.ending = replace(found, stop=before.cause)
@@ -179,6 +185,16 @@ class JobWorker:
             return False
         self.output.write(data)
         return bool(data)
+
+    def _abort(self) -> None:
+        """Let a hung task write where it hangs: SIGABRT makes Python write a traceback and end, SIGKILL does not.
+
+        One that does otherwise with the signal runs outside bubbles for ``_ABORT_S``, at idle priority, and once.
+        """
+        self._signal(signal.SIGABRT)
+        self._signal(signal.SIGCONT)  # it is stopped outside bubbles
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ABORT_S)
 
     def _kill(self) -> None:
         try:

@@ -19,7 +19,7 @@ from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
 
 _OUTPUT_LINES = 20
-_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACKS = "Traceback (most recent call last):", "Fatal Python error: "  # the second is of a crash
 # Of hints:
 _MIB = 1 << 20
 _LONG = 0.2  # share of a bubble above which a step wastes a good part of it
@@ -155,14 +155,17 @@ def _use(rank: RankRecord, worker: WorkerRecord, record: JobRecord) -> Use | Non
 
 
 def _output(last: TrialTraining) -> list[str]:
-    """Return the end of the job's output, from its last traceback on if there is one."""
-    if not last.job.directory:
+    """Return the end of the output of the attempt that the record is of, from its last traceback on if there is one."""
+    job, record = last.job, last.record
+    if not job.directory:
         return []
+    earlier = record.attempt if record is not None and record.attempt < job.attempt else None  # it has begun again
     try:
-        lines = untrusted.read_text(output_file(Path(last.job.directory))).splitlines()
+        path = output_file(Path(job.directory), earlier)
+        lines = untrusted.read_text(path).splitlines()
     except (OSError, ValueError):
         return []
-    starts = [at for at, line in enumerate(lines) if line == _TRACEBACK]
+    starts = [at for at, line in enumerate(lines) if line.startswith(_TRACEBACKS)]
     return lines[starts[-1] :] if starts else lines[-_OUTPUT_LINES:]
 
 

@@ -8,7 +8,9 @@ them, so it cannot map read-only pages again for writing.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import io
 import logging
 import os
 import resource
@@ -302,10 +304,22 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
     return f"{message}{where}"
 
 
+def _write_at_once() -> None:
+    """Have each line that the job prints leave its process, and a crash leave a traceback, also in processes below.
+
+    A line costs a write to a pipe, a few us.  To write after each step would lose the lines of a step that hangs or
+    crashes, which are the ones that tell where.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # sys.stderr is so by itself
+    faulthandler.enable()
+
+
 def main(parent: str, channel_fd: str, ahead: str, _run_dir: str, kind: Callable[..., Worker] = Worker) -> None:
     """Run the worker's first process; the arguments are those of ``WorkerProcess``."""
     host.die_with_parent(int(parent))
     host.adopt_orphans()
+    _write_at_once()
     # So that the agent's signal to look at the shared pages interrupts a sleep.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)

@@ -21,6 +21,18 @@ from megatron.fill.worker.spec import Outcome
 OBEYS = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True)"
 IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)"
 
+HANGS = """
+import faulthandler, os, signal
+faulthandler.enable()
+
+def hang():
+    os.write(1, b"up\\n")
+    while True:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+hang()
+"""
+
 
 class Enforcer:
     ending: Ending | None = None
@@ -192,6 +204,33 @@ def test_too_much_output_and_the_enforcers_word_end_a_job(tmp_path):
     slow = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
     slow.enforcer.ending = Ending(How.FAIL, Cause.OVERRUN, "ran on after its bubble")
     assert slow.outcome()[1] == "ran on after its bubble"
+
+
+@pytest.mark.parametrize("command", [False, True])
+def test_a_task_that_hangs_says_where_before_it_is_killed(tmp_path, monkeypatch, command):
+    monkeypatch.setattr("megatron.fill.agent.watch._ABORT_S", 60)  # on a busy machine
+    bench = Bench(tmp_path, HANGS)
+    bench.worker.command = command
+    bench.wants = [Ending(How.FAIL, Cause.HUNG, "run_next_step() hung")]
+    assert bench.outcome()[:2] == (Cause.HUNG, "run_next_step() hung")
+    said = (tmp_path / "output.log").read_text()
+    assert ("Fatal Python error: Aborted" in said, "in hang" in said) == (not command, not command)
+
+
+def test_output_is_read_at_intervals_however_often_a_job_prints(tmp_path, monkeypatch):
+    """The interval here is the job's life: one read when it begins to print, one of the rest, one of the end."""
+    monkeypatch.setattr("megatron.fill.agent.watch._REST_S", 60)
+    bench = Bench(tmp_path, "import time\nfor at in range(100): print(at, flush=True); time.sleep(0.001)")
+    pump, reads = bench.worker._pump, []
+
+    def counted(pipe: int) -> bool:
+        reads.append(pipe)
+        return pump(pipe)
+
+    monkeypatch.setattr(bench.worker, "_pump", counted)
+    bench.watch()
+    assert (tmp_path / "output.log").read_text().split() == [str(at) for at in range(100)]
+    assert len(reads) == 3
 
 
 def test_what_is_raised_in_the_watch_leaves_no_worker(tmp_path, monkeypatch):

@@ -65,6 +65,22 @@ class Step(SideTask):
         raise StopIteration
 """
 
+CRASH = """
+import ctypes
+import os
+import signal
+
+from megatron.fill import SideTask
+
+
+class Crash(SideTask):
+    def run_next_step(self):
+        print("about to")
+        if os.environ["HOW"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        ctypes.string_at(0)
+"""
+
 
 class Pages:
     """What a worker shares with its agent."""
@@ -107,6 +123,24 @@ def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
     expected = {"numpy": bool(ahead), "home": "/of/its/own", "word": "of the device", "cwd": str(tmp_path)}
     assert (outcome.cause, outcome.result) == (Cause.FINISHED, expected), outcome.detail
     assert not worker.alive
+
+
+@pytest.mark.parametrize("how", ["killed", "crash"])
+def test_lines_before_a_crash_are_in_the_output_and_its_traceback(tmp_path, how):
+    pages = Pages()
+    worker = pages.worker(tmp_path)
+    (tmp_path / "crashes.py").write_text(CRASH)
+    given = environment(os.environ, {"HOW": how}, None, tmp_path)
+    spec = pages.spec(tmp_path, Work("crashes:Crash", search=(str(tmp_path),)), environment=given)
+    worker.give(spec, pages.log_fd)
+    assert worker.sandbox_report(WITHIN_S) is not None
+    worker.begin()
+    pages.gate.open(1 << 62, 0)
+    said, _ = worker.process.communicate(timeout=WITHIN_S)
+    assert worker.process.returncode == -(signal.SIGKILL if how == "killed" else signal.SIGSEGV), said
+    assert said.startswith(b"about to\n")
+    traced = f'{tmp_path / "crashes.py"}", line 14 in run_next_step'.encode() in said
+    assert traced is (how == "crash")
 
 
 @pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megatron.fill.folders import output_file
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.values import Job, Progress
@@ -216,6 +217,19 @@ def test_it_is_printed_in_80_columns():
         "Its folder: /tmp/x",
     ):
         assert said in words
+
+
+@pytest.mark.parametrize("begun_again", [False, True])
+def test_a_crash_is_shown_from_its_traceback_on_also_if_the_job_has_begun_again(tmp_path, begun_again):
+    died = run(Status(JobState.QUEUED, Cause.SIGNAL, "SIGSEGV in run_next_step()", Then.TRIED_AGAIN))
+    assert died.record is not None
+    folder = tmp_path / "jobs" / "count-1"
+    output = output_file(folder, 1 if begun_again else None)
+    output.parent.mkdir()
+    output.write_text("step 5\nFatal Python error: Segmentation fault\n\nCurrent thread\n")
+    job = replace(died.job, directory=str(folder), attempt=2 if begun_again else 1)
+    trial = judged(replace(died, job=job, record=replace(died.record, attempt=1)))
+    assert trial.output == ["Fatal Python error: Segmentation fault", "", "Current thread"]
 
 
 def test_a_failure_is_printed_with_its_output_and_commands_no_terminal():
