@@ -20,7 +20,7 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError
 
 _MOST_BYTES = 10 << 20  # a million passes; more than the longest that ``pipefill schedule`` writes
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
-_TOGETHER = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+_TOGETHER = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 _LEFT_OUT = re.compile(r"\d+(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|(?:RECV|(?:WAIT_)?SEND)_[FB]\d+)")
 _EXPECTED = "expected such as 0F1, 1B0, 0I3, 0W3 or (0F0;1B0)OVERLAP_F_B"
 
@@ -83,8 +83,9 @@ def dump_csv(path: Path, schedule: Schedule) -> None:
 
 def _actions(text: str) -> Iterator[tuple[int, Pass, int]]:
     both = _TOGETHER.fullmatch(text)
-    for part in both.groups() if both else (text,):
-        if match := _ACTION.fullmatch(part):
+    found = [_ACTION.fullmatch(part.strip()) for part in (both.groups() if both else (text,))]
+    for match in found:
+        if match and all(found):
             yield int(match[1]), Pass(match[2]), int(match[3])
 
 

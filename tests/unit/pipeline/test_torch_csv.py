@@ -61,6 +61,15 @@ def test_transfers_and_empty_cells_are_left_out(tmp_path: Path):
     assert str(load_csv(path)).splitlines()[1:] == ["0: F0 B0", "1: F0 I0 W0"]
 
 
+@pytest.mark.parametrize("cell", ["(0F1;0B0)OVERLAP_F_B", "( 0F1; 0B0 )OVERLAP_F_B", "(0B0;0F1)OVERLAP_F_B"])
+def test_two_passes_as_one_action_are_read_as_torch_reads_them(cell: str, tmp_path: Path):
+    action = pytest.importorskip("torch.distributed.pipelining.schedules")._Action.from_str(cell)
+    (tmp_path / "own.csv").write_text(f"0F0,{cell},0B1\n")
+    schedule = load_csv(tmp_path / "own.csv")
+    dump_csv(tmp_path / "own.csv", schedule)
+    assert (tmp_path / "own.csv").read_text() == f"0F0,{action},0B1\n"
+
+
 def test_a_file_of_a_spreadsheet_is_read(tmp_path: Path):
     """It begins with a mark of the encoding, and may end with an empty line."""
     path = tmp_path / "own.csv"
@@ -81,6 +90,7 @@ def test_the_longest_file_that_is_written_can_be_read():
         ("0F0,0X0\n", "own.csv, line 1, cell 2: '0X0' is not an action: expected such as 0F1"),
         ("0F" + "1" * 5000, "own.csv, line 1, cell 1: '0F111"),
         ("x" * 200_000, "own.csv: is not CSV: field larger than field limit"),
+        ("0F0,(0B0;0X1)OVERLAP_F_B\n", "own.csv, line 1, cell 2: '(0B0;0X1)OVERLAP_F_B' is not an action: expected"),
         ("0F0,0F0,0B0\n", "own.csv, line 1, cell 2: F0 runs twice"),
         ("0F0,,0B0,0F2,0B2\n", "line 1: F1 is missing; the last microbatch is 2, in line 1, cell 4"),
         ("0F0,0B0\n1F1,1B1\n", "line 1: F1 is missing; the last microbatch is 1, in line 2, cell 1"),
