@@ -587,6 +587,18 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --recompute-activations --recompute-method uniform", "with selective recomputation: expected"),
         (FLAGS + " --overlap-param-gather", "--overlap-param-gather without --overlap-grad-reduce; expected both"),
         (FLAGS + " --num-query-groups 2", "--num-query-groups without --group-query-attention; expected both"),
+        (FLAGS + " --attention-backend unfusd", "'unfusd': expected one of flash, fused, unfused, local, auto"),
+        (FLAGS + " --normalization foo", "--normalization is 'foo': expected one of LayerNorm, RMSNorm"),
+        (FLAGS + " --fp8-format", "--fp8-format has no value: expected one of e4m3, hybrid"),
+        (FLAGS + " --fp8-format e4m3 hybrid", "--fp8-format is 'e4m3 hybrid': expected one of e4m3, hybrid"),
+        (FLAGS + " --moe-router-load-balancing-type foo none", "'foo none': expected one of .*, none, or several"),
+        (FLAGS + " --hidden-dropout abc", "--hidden-dropout is 'abc': expected a number"),
+        (FLAGS + " --hidden-dropout nan", "--hidden-dropout is 'nan': expected a number"),
+        (FLAGS + " --seed 1.5", "--seed is '1.5': expected a whole number"),
+        (FLAGS + " --bf16 true", "--bf16 is 'true': expected no value"),
+        (FLAGS + " --swiglu=1", "--swiglu is '1': expected no value"),
+        (FLAGS + " --sequence-parallel 1", "--sequence-parallel is '1': expected no value"),
+        (FLAGS + " --vocab-size 50257 --padded-vocab-size 10", "is 10: expected at least --vocab-size, 50257"),
         (FLAGS + " --max-position-embeddings 8", "--max-position-embeddings is 8: expected at least --seq-length"),
         *(
             (f"{FLAGS} {flag}", f"{flag.split()[0]}: .* is not weighed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure.known import check_name, is_neutral
+from megatron.fill.wings.configure.known import check_name, check_value, is_neutral
 from megatron.fill.wings.configure.rules import together_problem, whole_problem
 from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
@@ -146,13 +146,18 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             ignored.append(flag)
         if flag not in _RECOMPUTE:
             others += [flag] if value is None else [flag, *value]
+    for flag, value in () if ran else given:
+        check_value(flag, value)
     if block:
         _check_block(fixed)
     selective = fixed.get("recompute") is Recompute.SELECTIVE
     if selective and any(flag in _RECOMPUTE for flag, _ in given) and not ran:
         raise ConfigError(f"{' or '.join(_RECOMPUTE)} with selective recomputation: expected --recompute-modules alone")
     if "--padded-vocab-size" in values:
-        values["--vocab-size"] = values["--padded-vocab-size"]
+        padded, least = values["--padded-vocab-size"], values.get("--vocab-size", 1)
+        if padded < least:
+            raise ConfigError(f"--padded-vocab-size is {padded}: expected at least --vocab-size, {least}")
+        values["--vocab-size"] = padded
     tokenizer = " ".join(dict(given).get("--tokenizer-type") or ())
     if tokenizer in _VOCABULARIES:
         values.setdefault("--vocab-size", _VOCABULARIES[tokenizer])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from math import isnan
 
 from megatron.fill.errors import ConfigError
 
@@ -108,6 +109,45 @@ def check_name(flag: str, own: Collection[str] = ()) -> None:
     raise ConfigError(f"{flag[:60]} is no flag of Megatron; expected {near[0] if near else 'one that it has'}")
 
 
+def check_value(flag: str, values: Sequence[str] | None) -> None:
+    """Check that Megatron's parser takes the values that a flag is given.
+
+    Args:
+        values: None if there are none.
+
+    Raises:
+        ConfigError: it does not; the message says what it takes.
+    """
+    kind, several = _names().get(flag, ("str", "*"))
+    given = values or ()
+    there = f"{flag} is {' '.join(given)[:60]!r}" if values else f"{flag} has no value"
+    if not kind:
+        if values:
+            raise ConfigError(f"{there}: expected no value")
+        return
+    enough = several == "*" or len(given) == 1 or (several == "+" and len(given) > 1)
+    if not (enough and all(_is_one(kind, value) for value in given)):
+        expected = _KINDS.get(kind) or f"one of {kind.replace('|', ', ')}"
+        raise ConfigError(f"{there}: expected {expected}{', or several' if several else ''}")
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "str": "one value"}
+
+
+def _is_one(kind: str, value: str) -> bool:
+    """Return True if a value is of this kind; what is not a number is none, though Python's ``float`` reads it."""
+    if kind not in _KINDS:
+        return value in kind.split("|")
+    if kind == "str":
+        return True
+    try:
+        return not isnan(int(value) if kind == "int" else float(value))
+    except ValueError:
+        return False
+
+
 @cache
-def _names() -> frozenset[str]:
-    return frozenset(files(__package__).joinpath("megatron_flags.txt").read_text(encoding="utf-8").split())
+def _names() -> dict[str, tuple[str, str]]:
+    """Return Megatron's flags, each with the kind of its values and whether it takes several (``+``, ``*``)."""
+    lines = files(__package__).joinpath("megatron_flags.txt").read_text(encoding="utf-8").splitlines()
+    return {name: (kind, several) for name, kind, several in ((*line.split(" "), "", "")[:3] for line in lines)}
