@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from rich.console import Console
 from rich.table import Table
@@ -20,21 +21,35 @@ _LEAST_LATE = 0.01  # of the wall time; a host that is late for less is not name
 _TIMERS = 2  # names of timers in a row
 _BUBBLES = ("--fill-jobs",)
 _REDUCE, _REPLICAS = "--overlap-grad-reduce", "data group"
+_EXPERTS, _DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
+_TENSOR = "--tp-comm-overlap"
+_SAVES, _SAVER = "--async-save", "--use-persistent-ckpt-worker"
 # What makes a kind of idle time shorter, or fills it: a flag, or in words what to do with one that may have a value.
 _REMEDIES: dict[str, tuple[str, ...]] = {
     **{str(kind): _BUBBLES for kind in PIPELINE_KINDS},
     "drain": (*_BUBBLES, _REDUCE),
-    "tensor group": ("--tp-comm-overlap",),
+    "tensor group": (_TENSOR,),
     _REPLICAS: (_REDUCE, "--overlap-param-gather"),
-    "expert group": ("--overlap-moe-expert-parallel-comm",),
+    "expert group": (_EXPERTS,),
     "context group": ("another --cp-comm-type",),
     "all ranks": ("a higher --log-interval", "fewer timers"),
     "data loading": ("more --num-workers", "faster storage"),
-    "save": ("--async-save", "a higher --save-interval"),
+    "save": (_SAVES, "a higher --save-interval"),
     "evaluation wait": _BUBBLES,
     "logging": ("a higher --log-interval",),
     GAP: ("--fill-between", "a shorter requeue"),
 }
+# What such a flag needs beside it: a flag of any value, named with one that works, or something else.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    _TENSOR: ("--sequence-parallel", "Transformer Engine"),
+    "--overlap-param-gather": ("--use-distributed-optimizer", _REDUCE),
+    _EXPERTS: (f"{_DISPATCHER} alltoall",),
+    _SAVES: (_SAVER, "--async-strategy mcore"),
+}
+# The experts' exchange overlaps with one of the first, in several stages also one of the second, and none of the last.
+_HALVES = ("--bf16", "--fp16")
+_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+_NEVER = ("--recompute-method", "--recompute-num-layers", "--moe-shared-expert-overlap")
 
 
 def print_account(accounts: Sequence[AccountReport], console: Console, command: str) -> None:
@@ -61,13 +76,41 @@ def print_account(accounts: Sequence[AccountReport], console: Console, command: 
 
 
 def _had(command: str, whole: AccountReport) -> set[str]:
-    """Return the flags of a training, with those that would have nothing to do in it, or would not fill more."""
-    had = set(command.split())
+    """Return the flags of a training, with those that it cannot have, that would do nothing in it, or fill no more."""
+    words = command.replace("=", " ").split()
+    had, values = set(words), dict(pairwise(words))
     if not had.isdisjoint(("--fill-jobs", "--fill-store")):
         had.update(_BUBBLES)
     if all(one.name != _REPLICAS for one in whole.times):
         had.add(_REDUCE)
+    if values.get("--transformer-impl") == "local":
+        had.add(_TENSOR)
+    if values.get("--ckpt-format") == "torch":
+        had.add(_SAVES)
+    elif _SAVER not in had:  # Megatron switches it off
+        had.discard(_SAVES)
+    if values.get(_DISPATCHER) not in ("alltoall", "flex"):
+        had.discard(_DISPATCHER)
+    if not _overlaps_experts(had, values):
+        had.add(_EXPERTS)
     return had
+
+
+def _overlaps_experts(had: Collection[str], values: Mapping[str, str]) -> bool:
+    """True if Megatron accepts that the experts' exchange overlaps in a training with these flags."""
+    stages, experts = (values.get(f"--{kind}-model-parallel-size", "1") for kind in ("pipeline", "expert"))
+    chunks = stages == "1" or any(flag in had for flag in _CHUNKS)
+    return (
+        experts != "1" and chunks and any(flag in had for flag in _HALVES) and not any(flag in had for flag in _NEVER)
+    )
+
+
+def _helps(name: str, had: Collection[str]) -> Iterator[str]:
+    """Yield what helps against a kind of idle time, with what that needs and the training has not."""
+    for remedy in _REMEDIES.get(name, ()):
+        if remedy not in had:
+            lacking = [need for need in _NEEDED.get(remedy, ()) if need.split()[0] not in had]
+            yield f"{remedy} with {' and '.join(lacking)}" if lacking else remedy
 
 
 def _table(accounts: Sequence[AccountReport], had: Collection[str]) -> Table:
@@ -81,8 +124,7 @@ def _table(accounts: Sequence[AccountReport], had: Collection[str]) -> Table:
             if one.compute is compute:
                 its = [share.get(one.name, 0.0) for share in shares]
                 cells = (f"{share:.1%}" for share in (one.share, min(its), max(its), one.long_s / whole.wall_s))
-                helps = [remedy for remedy in _REMEDIES.get(one.name, ()) if remedy not in had]
-                table.add_row(one.name, *cells, "; ".join(helps))
+                table.add_row(one.name, *cells, "; ".join(_helps(one.name, had)))
         table.add_section()
     return table
 

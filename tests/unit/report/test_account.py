@@ -115,14 +115,54 @@ def test_a_training_of_several_stages_without_a_wait_says_so(tmp_path: Path, cap
 def test_only_what_a_training_does_not_have_yet_helps(
     command: str, names: tuple[str, ...], drain: str, data: str | None
 ) -> None:
+    helps = helping(command, *names)
+    assert helps["drain"] == drain
+    assert data is None or helps[names[1]].startswith(data)
+
+
+EXPERTS = "--expert-model-parallel-size 2 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "helps"),
+    [
+        ("--overlap-grad-reduce", "data group", "--overlap-param-gather with --use-distributed-optimizer"),
+        ("--overlap-grad-reduce --use-distributed-optimizer", "data group", "--overlap-param-gather"),
+        ("", "save", "--async-save with --use-persistent-ckpt-worker and --async-strategy mcore; MORE"),
+        ("--async-save --async-strategy mcore", "save", "--async-save with --use-persistent-ckpt-worker; MORE"),
+        ("--async-save --use-persistent-ckpt-worker", "save", "MORE"),
+        ("--ckpt-format torch", "save", "MORE"),
+        (
+            "--async-save --ckpt-format=torch_dist",
+            "save",
+            "--async-save with --use-persistent-ckpt-worker and MCORE; MORE",
+        ),
+        ("", "tensor group", "--tp-comm-overlap with --sequence-parallel and Transformer Engine"),
+        ("--sequence-parallel --transformer-impl local", "tensor group", ""),
+        (EXPERTS, "expert group", "OVERLAP with --moe-token-dispatcher-type alltoall"),
+        (f"{EXPERTS} --moe-token-dispatcher-type flex", "expert group", "OVERLAP"),
+        (f"{EXPERTS} --recompute-method uniform", "expert group", ""),
+        (f"{EXPERTS} --pipeline-model-parallel-size 2", "expert group", ""),
+        ("--expert-model-parallel-size 2", "expert group", ""),
+        ("--bf16", "expert group", ""),
+    ],
+)
+def test_what_a_flag_needs_is_named_with_it_and_none_that_megatron_refuses(flags: str, name: str, helps: str) -> None:
+    short = {"MORE": "a higher --save-interval", "MCORE": "--async-strategy mcore"}
+    short["OVERLAP"] = "--overlap-moe-expert-parallel-comm"
+    for word, text in short.items():
+        helps = helps.replace(word, text)
+    assert helping(f"train {flags}", name)[name] == helps
+
+
+def helping(command: str, *names: str) -> dict[str, str]:
+    """What is said to help in such a training, by the name of its idle time."""
     times = [NamedTime(name=name, compute=False, time_s=1.0, share=0.5, long_s=1.0) for name in names]
     whole = AccountReport(
         rank=None, stage=None, wall_s=2.0, named_share=1.0, idle_share=1.0, long_idle_s=2.0, blind=False, times=times
     )
-    print_account([whole, whole], Console(file=(out := StringIO()), width=120), command)
-    helps = {line.split("  ")[0]: line.split("%")[-1].strip() for line in out.getvalue().splitlines() if "%  " in line}
-    assert helps["drain"] == drain
-    assert data is None or helps[names[1]].startswith(data)
+    print_account([whole, whole], Console(file=(out := StringIO()), width=200), command)
+    return {line.split("  ")[0]: line.split("%")[-1].strip() for line in out.getvalue().splitlines() if "%  " in line}
 
 
 def test_a_segment_without_accounts_has_none_and_a_damaged_one_is_an_error(tmp_path: Path):
