@@ -17,6 +17,7 @@ from tests.e2e.training import (
     ENDLESS,
     HERE,
     ROOT,
+    SCRIPT,
     WORKER,
     Running,
     Trained,
@@ -46,6 +47,15 @@ def test_profile_only_with_evaluation(tmp_path):
     assert "Bubbles of rank 0 (stage 0)" in trained.output
     assert "Evaluation bubbles of rank 1 (stage 1)" in trained.output
     assert not (tmp_path / "run" / "report.json").exists()
+
+
+@pytest.mark.parametrize(("how", "asked"), [("destroyed", {"baseline_seconds": 0.1}), ("works on", {})])
+def test_no_rank_needs_the_process_groups_at_its_end_nor_waits_for_rank_0(tmp_path, how, asked):
+    script = ("-m", "pipefill_patches", "tests/e2e/ending.py", how, SCRIPT)
+    trained = train(tmp_path, f"{write_jobs(tmp_path, SPIN)} {settings(warmup_iterations=2, **asked)}", 9, script)
+    for wrong in ("Traceback", "the training itself is done", "rank 1 waits"):
+        assert wrong not in trained.output
+    assert [rank["rank"] for rank in trained.report["ranks"]] == [0, 1]
 
 
 def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_losses(tmp_path):

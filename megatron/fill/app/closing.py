@@ -14,9 +14,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.app.runfolder import store_of
 from megatron.fill.app.session import Session
@@ -31,8 +29,12 @@ from megatron.fill.types import JobState, RankInfo
 logger = logging.getLogger("pipefill")
 
 _RANK_BYTES, _ALL_BYTES = 4 << 20, 128 << 20  # limits of unwritten records, for one rank and for all together
-_COUNT, _OF_RANK = "pipefill/unwritten", "pipefill/unwritten/{}"  # keys in the process group's store
-_MOST_S = 20.0  # timeout of a request to that store
+# Keys in the process group's store: of a rank's unwritten records, of how many came to a meeting, that all did, and
+# that ranks do not meet any more.
+_OF_RANK, _CAME, _TOGETHER, _APART = "ended/{}", "came/{}", "together/{}", "apart"
+_LOOK_S = 0.05  # time between two looks at it
+_SOON_S = 10.0  # longest wait that goes without saying
+_MOST_NAMED = 8  # ranks in a message
 
 
 @contextlib.contextmanager
@@ -93,53 +95,92 @@ def rounds(settings: FillSettings, info: RankInfo) -> int:
     return together if settings.baseline_seconds else 0
 
 
-def measure_alone(session: Session | None, of: int, seconds: float) -> None:
+class Others:
+    """The other ranks at the end of the training, met over the process group's store, with no collective.
+
+    The script may have destroyed its process groups by now, and a rank that works on, as to export a checkpoint, may
+    come later than a collective waits for it.
+
+
+    Args:
+        segment: name of the training's segment, which no other start of the run has.
+        most_s: time to wait for the others.
+    """
+
+    def __init__(self, segment: str, info: RankInfo, most_s: float) -> None:
+        from torch.distributed import PrefixStore, distributed_c10d
+
+        # Held from the start: at the end the script may have let go of it.
+        self._store = PrefixStore(f"pipefill/{segment}", distributed_c10d._get_default_store())
+        self._info, self._most_s = info, most_s
+
+    def meet(self, number: int) -> None:
+        """Wait until every rank calls this with the same number; FillError if they do not or cannot."""
+        came, together = _CAME.format(number), _TOGETHER.format(number)
+        try:
+            if self._store.add(came, 1) == self._info.world_size:
+                self._store.set(together, b"")
+            if self._store.check([_APART]) or not self._wait_for([together]):
+                self._store.set(_APART, b"")  # so that a rank that comes now does not wait for those that have gone on
+                raise FillError(f"not all ranks have ended their training within {self._most_s:g} s")
+        except RuntimeError as error:
+            raise FillError(f"the other ranks cannot be reached: {error}") from error
+
+    def hand_in(self, unwritten: Unwritten) -> None:
+        """Tell rank 0 that this rank has ended its part, and store what it could not write; it waits for nobody."""
+        packed = unwritten.packed(min(_RANK_BYTES, _ALL_BYTES // self._info.world_size)) if unwritten else b""
+        try:
+            self._store.set(_OF_RANK.format(self._info.rank), packed)
+        except RuntimeError:  # rank 0 has ended, and made the report without this rank
+            if unwritten:
+                raise
+
+    def collect(self) -> dict[int, Unwritten]:
+        """Return the unwritten records by rank; called on rank 0, which waits for the others."""
+        names = {rank: _OF_RANK.format(rank) for rank in range(self._info.world_size)}
+        if not self._wait_for(list(names.values())):
+            late = [rank for rank, name in names.items() if not self._store.check([name])]
+            logger.warning(
+                "%s had not ended after %g s: the report may lack what was recorded last",
+                _named(late),
+                self._most_s,
+            )
+            names = {rank: name for rank, name in names.items() if rank not in late}
+        packed = {rank: self._store.get(name) for rank, name in names.items()}
+        return {rank: Unwritten.unpacked(its) for rank, its in packed.items() if its}
+
+    def _wait_for(self, names: list[str]) -> bool:
+        """Wait for keys of the store; False if they did not come in time."""
+        began_s, said = time.monotonic(), self._info.rank != 0
+        while not self._store.check(names):
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._most_s:
+                return False
+            if waited_s > _SOON_S and not said:
+                said = True
+                print(f"PipeFill: waiting for other ranks to end, for at most {self._most_s:g} s", flush=True)
+            time.sleep(_LOOK_S)
+        return True
+
+
+def _named(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} others" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+
+
+def measure_alone(session: Session | None, of: int, seconds: float, others: Others) -> None:
     """Measure the jobs alone, without those of the node's other ranks, in ``of`` rounds of so many seconds.
 
-    Every rank reaches every barrier at about the same time, also one whose session failed.
+    Every rank takes part in every round, also one whose session failed.  FillError if the ranks do not meet.
     """
-    import torch.distributed as dist
-
     for number in range(of):
-        dist.barrier()
+        others.meet(number)
         if session is not None and session.info.local_rank % of == number:
             session.measure_alone(seconds)
         else:
             time.sleep(seconds)
     if of:
-        dist.barrier()  # so that no rank stops its jobs while others measure
-
-
-def hand_in(rank: int, ranks: int, unwritten: Unwritten) -> None:
-    """Store a rank's unwritten records for rank 0; called before the last barrier."""
-    if not unwritten:
-        return
-    with _store() as store:
-        store.set(_OF_RANK.format(rank), unwritten.packed(min(_RANK_BYTES, _ALL_BYTES // ranks)))
-        store.add(_COUNT, 1)
-
-
-def collect(ranks: int) -> dict[int, Unwritten]:
-    """Return the unwritten records by rank; called on rank 0 after the last barrier."""
-    with _store() as store:
-        left = store.add(_COUNT, 0)
-        names = {rank: _OF_RANK.format(rank) for rank in range(ranks if left else 0)}
-        # `check` does not wait: a key that is missing now will not come.
-        return {rank: Unwritten.unpacked(store.get(name)) for rank, name in names.items() if store.check([name])}
-
-
-@contextlib.contextmanager
-def _store() -> Iterator[Any]:
-    """Provide the process group's store, with a timeout for each request."""
-    from torch.distributed import distributed_c10d
-
-    store = distributed_c10d._get_default_store()
-    usual = store.timeout
-    store.set_timeout(timedelta(seconds=_MOST_S))
-    try:
-        yield store
-    finally:
-        store.set_timeout(usual)
+        others.meet(of)  # so that no rank stops its jobs while others measure
 
 
 def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritten: Mapping[int, Unwritten]) -> None:

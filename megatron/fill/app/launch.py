@@ -20,7 +20,7 @@ import megatron.fill.device.before_cuda  # noqa: F401 -- before the script impor
 import pipefill_patches
 from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
 from megatron.fill.agent.turn import DeviceTurn
-from megatron.fill.app.closing import collect, hand_in, kept, measure_alone, report_end, rounds, tell_of_jobs
+from megatron.fill.app.closing import Others, kept, measure_alone, report_end, rounds, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.placing import check_between, jobs_outlive_ranks, take_rank, take_turn, world_size
@@ -56,6 +56,8 @@ from megatron.fill.work import NewJob
 
 logger = logging.getLogger("pipefill")
 
+_MOST_WAIT_S = 600.0  # for other ranks at the end of the training
+
 
 class Launch:
     """A run of a Megatron script with the patches applied."""
@@ -72,6 +74,7 @@ class Launch:
         self._rounds = 0  # number of rounds in which jobs are measured alone
         self.mps: MpsDaemon | None = None
         self.sandbox = RunSandbox()
+        self._others: Others | None = None
         self._freed: Freed | None = None
         self._turn: DeviceTurn | None = None
 
@@ -154,6 +157,8 @@ class Launch:
         if segment is None:
             return
         self._run_dir = run_dir
+        timeout_s = 60.0 * args.distributed_timeout_minutes
+        self._others = Others(segment.name, info, min(timeout_s, _MOST_WAIT_S))
         if settings.free_waits:
             try:
                 self._freed = Freed(info)  # all ranks together
@@ -228,30 +233,27 @@ class Launch:
 
     def finish(self) -> None:
         """End PipeFill's part after a complete training; called on every rank.  Rank 0 writes and prints the report."""
-        if self._run_dir is None or self.settings is None:
+        if self._run_dir is None or self._others is None or self.settings is None:
             return
-        import torch.distributed as dist
-
         if self._freed is not None:
             self._freed.end()
         with kept("the records of this rank are lost"):
             if self.session is not None:
                 self.session.finish()
         try:
-            measure_alone(self.session, self._rounds, self.settings.baseline_seconds)
+            with kept("the jobs of this rank were not measured alone"):
+                measure_alone(self.session, self._rounds, self.settings.baseline_seconds, self._others)
         finally:
             with kept("the fill agent of this rank may not have ended"):
                 if self.session is not None:
                     self.session.close()
-        with kept("what this rank could not write down is lost"):
-            if self.session is not None:
-                hand_in(dist.get_rank(), dist.get_world_size(), self.session.unwritten)
-        dist.barrier()  # every rank reaches this, also one whose session failed
+        with kept("what this rank could not write down is lost"):  # every rank hands in, also one whose session failed
+            self._others.hand_in(Unwritten() if self.session is None else self.session.unwritten)
         if self._segment is not None:  # on rank 0
-            self._end(SegmentEnding.WELL)
             unwritten: dict[int, Unwritten] = {}
             with kept("what ranks could not write down is lost"):
-                unwritten = collect(dist.get_world_size())
+                unwritten = self._others.collect()
+            self._end(SegmentEnding.WELL)
             with kept("the report could not be made"):
                 report_end(self.settings, self._run_dir, self._segment.segment, unwritten)
 

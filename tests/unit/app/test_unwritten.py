@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.app import closing
-from megatron.fill.app.closing import collect, hand_in
 from megatron.fill.errors import FillError
 from megatron.fill.pages.lastword import MOST_BYTES, LastWord, Left
 from megatron.fill.records.agent import AgentFile, attempts_text, read_agent
@@ -235,17 +231,3 @@ def test_a_message_is_never_longer_than_it_may_be():
     assert len(whole.packed(64)) <= 64
     assert Unwritten.unpacked(whole.packed(64)) == Unwritten(cut=True, lost=True)
     assert not Unwritten()
-
-
-def test_ranks_hand_in_over_the_store_and_one_that_is_gone_is_not_waited_for(monkeypatch):
-    store = dist.HashStore()
-    usual = store.timeout
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    assert collect(3) == {}
-    left: Mapping[int, Unwritten] = {1: Unwritten("a"), 2: Unwritten(lost=True)}
-    hand_in(0, 3, Unwritten())
-    for rank, its in left.items():
-        hand_in(rank, 3, its)
-    assert collect(4) == left  # rank 3 died before
-    assert store.timeout == usual
-    assert closing._ALL_BYTES // 4096 >= 64
