@@ -53,6 +53,8 @@ class Cause(_Told):
     CLAIM_LOST = "claim-lost", "the store was out of reach for longer than its lease: another agent may have it"
     KILLED = "killed", "ended by pipefill kill"
     TRAINING_ENDED = "training-ended", "the main job ended first"
+    WARDEN_DIED = "warden-died", "the warden of its agent died"
+    KEEPER_DIED = "keeper-died", "the keeper of its agent died"
     CANCELLED = "cancelled", "cancelled"
     CANCELLED_RUNNING = "cancelled-running", "cancelled while it ran"
     TIMEOUT = "timeout", "it ran for longer than its timeout of {} s"

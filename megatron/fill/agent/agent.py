@@ -50,6 +50,7 @@ from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import watch_control
 from megatron.fill.records.agent import AgentFile
 from megatron.fill.scheduler.policies import parse_policy
+from megatron.fill.status import Cause
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.values import Claim, DeviceEntry, Job
 
@@ -171,18 +172,19 @@ class Agent:
     It has threads for each seat, for claims, control page and records, and until jobs have settled.
 
     Args:
+        guard: pid of the warden or keeper that started it.
         dead: pids of the agents that served this rank before and died; the jobs that they held are given back.
     """
 
-    def __init__(self, spec: AgentSpec, dead: list[int]) -> None:
-        self.context = context = self._context(spec, dead)
+    def __init__(self, spec: AgentSpec, guard: int, dead: list[int]) -> None:
+        self.context = context = self._context(spec, guard, dead)
         self.pool = WorkerPool(context)
         judge = Judge()
         self.resident = Seat(context, self.pool, judge, idle=self._look_elsewhere)
         self.tail = Seat(context, self.pool, judge, beside=self.resident)
         self.mover = Mover(spec.run_dir, context.ranking, self.resident.may_run)
 
-    def _context(self, spec: AgentSpec, dead: list[int]) -> AgentContext:
+    def _context(self, spec: AgentSpec, guard: int, dead: list[int]) -> AgentContext:
         name, run_dir = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}", Path(spec.run_dir)
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
         on_cpu = spec.device == "cpu"
@@ -217,6 +219,7 @@ class Agent:
             claims=claims,
             ranking=Ranking(parse_policy(spec.policy), name, fingerprint(spec.device), board, memory, spec.quota),
             ledger=AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word),
+            guard=guard,
             attendants=tuple(one for module in wings.modules("agent") for one in module.attendants(spec, control)),
         )
 
@@ -249,6 +252,10 @@ class Agent:
         for thread in threads:
             thread.join()
         self.pool.stand_down()
+        if context.over is Cause.WARDEN_DIED:
+            logger.error("its warden died: no job runs on this rank until the training starts again")
+        elif context.over is Cause.KEEPER_DIED:
+            logger.error("its keeper died: no job runs on this device until a training starts")
         try:  # before the store is notified: the rank does not wait long for the agent's end
             context.ledger.write()
         except OSError as error:
@@ -320,17 +327,17 @@ class Agent:
 
 
 def main() -> None:
-    spec_path, warden, dead = sys.argv[1:]
+    spec_path, guard, dead = sys.argv[1:]
     spec = AgentSpec.from_json(Path(spec_path).read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
-    agent = Agent(spec, [int(pid) for pid in dead.split(",") if pid])
+    agent = Agent(spec, int(guard), [int(pid) for pid in dead.split(",") if pid])
 
     signal.signal(signal.SIGTERM, lambda *_: agent.context.orphaned.set())
     host.ignore_notices()  # workers inherit this: USR1 must not end them before they handle it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training; the agent ends with it
     host.use_every_core()  # only the workers belong on the rank's own core
     host.adopt_orphans()
-    host.die_with_parent(int(warden), signal.SIGTERM)
+    host.die_with_parent(int(guard), signal.SIGTERM)
     agent.run()
 
 

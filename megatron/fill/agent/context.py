@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGateReader
+from megatron.fill.status import Cause
 from megatron.fill.store.values import Job
 
 
@@ -48,12 +50,20 @@ class AgentContext:
     ranking: Ranking
     ledger: AttemptLedger
     attendants: tuple[Attendant, ...] = ()
-    orphaned: threading.Event = field(default_factory=threading.Event)  # set once the rank has died
+    guard: int | None = None  # pid of the agent's parent: the rank's warden, or a keeper; None for none
+    # Set once the guard says that the rank has died, or has itself died.
+    orphaned: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def over(self) -> bool:
-        """True if the training is over or the rank has died."""
-        return self.gate.ended or self.orphaned.is_set()
+    def over(self) -> Cause:
+        """Why no job runs here any more: the training is over, or nobody guards the agent; NONE before."""
+        if self.gate.ended:
+            return Cause.TRAINING_ENDED
+        if not self.orphaned.is_set():
+            return Cause.NONE
+        if self.guard in (None, os.getppid()):
+            return Cause.TRAINING_ENDED
+        return Cause.KEEPER_DIED if self.guard == self.spec.parent else Cause.WARDEN_DIED
 
     def limits(self, job: Job) -> Limits:
         """Return the limits of a worker for this job; NotStarted if there is too little memory for it now."""

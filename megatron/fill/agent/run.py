@@ -206,7 +206,7 @@ class JobRun:
             ending = requests.look()
             if ending is not None and ending.how is How.CUT:
                 raise OSError(why(ending.cause, ending.detail))
-            if ending is not None and ending.cause is Cause.TRAINING_ENDED:  # it has nothing to save yet
+            if ending is not None and ending.cause is self.context.over:  # it has nothing to save yet
                 raise NotStarted(Status(JobState.QUEUED, ending.cause, ending.detail))
             with contextlib.suppress(TimeoutError):
                 found = process.sandbox_report(_LOOK_S)

@@ -61,8 +61,8 @@ class StopRequests:
             return Ending(How.CUT, Cause.CLAIM_LOST)
         if self.context.control.state is RunState.KILLED:
             return Ending(How.CUT, Cause.KILLED)
-        if self.context.over:
-            return Ending(How.STOP, Cause.TRAINING_ENDED)
+        if over := self.context.over:
+            return Ending(How.STOP, over)
         if self.held.standing is Standing.CANCELLED:
             return Ending(How.STOP, Cause.CANCELLED)
         if time.monotonic_ns() > self._until_ns:
@@ -242,7 +242,7 @@ class End:
     saved: bool = False  # this attempt left a checkpoint
     kept: bool = False  # there is a checkpoint, of this or an earlier attempt
     request: str = ""  # reason of a request to give memory back to the training; empty if there was none
-    over: bool = False  # the training has ended
+    over: Cause = Cause.NONE  # why no job runs there any more (``AgentContext.over``)
     unfit: bool = False  # the job must not be tried here again before the bubble cycle changes
     violations: int = 0  # number of violations of the worker's bubbles (``Enforcer``)
 
@@ -276,14 +276,16 @@ class Judge:
             case Ending(How.CUT, cause, detail):
                 return Status(JobState.QUEUED, cause, detail, again)
             # On a busy machine a job may be slow to stop through no fault of its own.
-            case Ending(How.LATE, stop=(Cause.MOVES | Cause.TRAINING_ENDED) as cause):
+            case Ending(
+                How.LATE, stop=(Cause.MOVES | Cause.TRAINING_ENDED | Cause.WARDEN_DIED | Cause.KEEPER_DIED) as cause
+            ):
                 return Status(JobState.QUEUED, cause, then=again)
             case Ending(How.STOP, cause, detail) if outcome.cause.died:
                 return Status(JobState.QUEUED, cause, detail, again)
             case Ending(How.STOP, cause, detail) if gave_back:
                 return Status(JobState.QUEUED, cause, detail, outcome.then)
         if gave_back and end.over:
-            return Status(JobState.QUEUED, Cause.TRAINING_ENDED, then=outcome.then)
+            return Status(JobState.QUEUED, end.over, then=outcome.then)
         if outcome.cause is Cause.CROWDED and end.request:
             return Status(JobState.QUEUED, Cause.MEMORY_NEEDED, end.request, outcome.then)
         if gave_back:

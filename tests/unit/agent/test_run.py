@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -116,10 +117,14 @@ def test_one_that_was_asked_to_stop_says_why(bench):
         "the main job grew; it begins again from its start",
     )
     for _ in range(5):
-        assert bench.judge(GAVE_BACK, over=True) == (
+        assert bench.judge(GAVE_BACK, over=Cause.TRAINING_ENDED) == (
             JobState.QUEUED,
             "the main job ended first; goes on from its checkpoint",
         )
+    assert bench.judge(GAVE_BACK, over=Cause.WARDEN_DIED) == (
+        JobState.QUEUED,
+        "the warden of its agent died; goes on from its checkpoint",
+    )
 
 
 def test_one_that_was_cut_off_is_not_to_blame(bench):
@@ -235,7 +240,8 @@ def test_one_that_is_too_slow_to_stop_moves_all_the_same(bench):
     queued = (JobState.QUEUED, "it moves to a rank that is idle; it goes on from its last checkpoint")
     assert bench.judge(slow, ending=late(Cause.MOVES), kept=True) == queued
     assert bench.judge(slow, ending=late(Cause.MOVES, How.FAIL))[0] is JobState.FAILED  # ended for another reason
-    assert bench.judge(slow, ending=late(Cause.TRAINING_ENDED))[0] is JobState.QUEUED
+    for over in (Cause.TRAINING_ENDED, Cause.WARDEN_DIED, Cause.KEEPER_DIED):
+        assert bench.judge(slow, ending=late(over))[0] is JobState.QUEUED
     assert bench.judge(slow, ending=late(Cause.MEMORY_NEEDED))[0] is JobState.FAILED
 
 
@@ -255,12 +261,26 @@ def test_a_job_moves_only_after_it_was_saved_anew(bench):
     assert (look(), log.saving) == (None, Saving.NONE)
 
 
+def test_that_the_rank_has_died_is_not_said_of_its_agents_warden_or_keeper(bench):
+    context = bench.post.context
+    context.orphaned.set()
+    assert replace(context, guard=os.getppid()).over is Cause.TRAINING_ENDED
+    gone = os.getpid()  # not the parent of this process, or not any more
+    assert replace(context, guard=gone, spec=replace(context.spec, parent=os.getppid())).over is Cause.WARDEN_DIED
+    assert replace(context, guard=gone, spec=replace(context.spec, parent=gone)).over is Cause.KEEPER_DIED
+
+
 def test_why_a_worker_must_go(bench):
     run = bench.run()
     look = run._worker.requests.look
     assert look() is None
     run.held.standing = Standing.CANCELLED
     assert look() == stop(Cause.CANCELLED)
+    bench.post.context.orphaned.set()
+    assert look() == stop(Cause.TRAINING_ENDED)
+    context = bench.post.context
+    run._worker.requests.context = replace(context, guard=os.getpid(), spec=replace(context.spec, parent=os.getppid()))
+    assert look() == stop(Cause.WARDEN_DIED)
     bench.post.gate.end()
     assert look() == stop(Cause.TRAINING_ENDED)
     bench.post.control.change(RunState.KILLED)

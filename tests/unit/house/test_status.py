@@ -39,6 +39,7 @@ STOPS = [
     Ending(How.STOP, Cause.TIMEOUT, "60"),
     Ending(How.STOP, Cause.MEMORY_NEEDED, MEMORY),
     Ending(How.STOP, Cause.CANCELLED),
+    Ending(How.STOP, Cause.WARDEN_DIED),
 ]
 LEFT = [Then.SAVED, Then.RESTARTS, Then.COMMAND_RESTARTS, Then.MEASURED_SAVED, Then.MEASURED_RESTARTS]
 
@@ -76,9 +77,10 @@ def ends(draw: st.DrawFn) -> End:
     ending = draw(st.one_of(st.none(), stops, stops.map(late), cuts, fails))
     if ending is not None and ending.how > How.STOP:  # as the watch has it
         outcome = Outcome(ending.cause, ending.detail)
-    flags = {name: draw(st.booleans()) for name in ("saved", "kept", "over")}
+    flags = {name: draw(st.booleans()) for name in ("saved", "kept")}
+    over = draw(st.sampled_from([Cause.NONE, Cause.TRAINING_ENDED, Cause.WARDEN_DIED, Cause.KEEPER_DIED]))
     standing, request = draw(st.sampled_from(Standing)), draw(st.sampled_from(["", MEMORY]))
-    return End(outcome, ending, standing, request=request, **flags)
+    return End(outcome, ending, standing, request=request, over=over, **flags)
 
 
 @given(ends(), st.integers(0, 2))
