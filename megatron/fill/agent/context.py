@@ -56,7 +56,7 @@ class AgentContext:
 
     @property
     def over(self) -> Cause:
-        """Why no job runs here any more: the training is over, or nobody guards the agent; NONE before."""
+        """The cause of the end of all jobs here: the training is over, or the agent's guard died; NONE before."""
         if self.gate.ended:
             return Cause.TRAINING_ENDED
         if not self.orphaned.is_set():

@@ -242,7 +242,7 @@ class End:
     saved: bool = False  # this attempt left a checkpoint
     kept: bool = False  # there is a checkpoint, of this or an earlier attempt
     request: str = ""  # reason of a request to give memory back to the training; empty if there was none
-    over: Cause = Cause.NONE  # why no job runs there any more (``AgentContext.over``)
+    over: Cause = Cause.NONE  # as ``AgentContext.over``
     unfit: bool = False  # the job must not be tried here again before the bubble cycle changes
     violations: int = 0  # number of violations of the worker's bubbles (``Enforcer``)
 
