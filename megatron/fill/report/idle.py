@@ -117,7 +117,7 @@ def _table(accounts: Sequence[AccountReport], had: Collection[str]) -> Table:
     """Return a table of the time of all ranks, and of what helps against each kind of idle time."""
     whole, ranks = accounts[-1], accounts[:-1]
     title = f"Where the time of the ranks went: {whole.wall_s:,.1f} s, {whole.named_share:.2%} of it named"
-    table = new_table(title, "<what", ">share", ">least", ">most", ">in stretches\nover 1 ms", "what helps")
+    table = new_table(title, "<what", ">share", ">least", ">most", ">in\nstretches\nover 1 ms", "what helps")
     shares = [{one.name: one.share for one in rank.times} for rank in ranks]
     for compute in (True, False):
         for one in whole.times:

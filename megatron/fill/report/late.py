@@ -15,12 +15,13 @@ from megatron.fill.report.schema import AccountReport, Late, RankReport
 from megatron.fill.types import BubbleKind
 
 _LEAST = 0.01  # of the time in iterations; a smaller difference is noise
+_ALL = "all ranks"
 # By name in the account: what the ranks of such a group have in common.
 _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
     "tensor group": lambda rank: (rank.stage, rank.data_parallel_rank, rank.context_parallel_rank),
     # Gradients are also reduced over the ranks of context parallelism.
     "data group": lambda rank: (rank.stage, rank.tensor_parallel_rank),
-    "all ranks": lambda _: (),
+    _ALL: lambda _: (),
 }
 
 
@@ -30,13 +31,17 @@ def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list
     Context, expert and other groups are left out.
     """
     named = {one.rank: {its.name: its.time_s for its in one.times} for one in accounts if one.rank is not None}
-    found: list[Late] = []
-    for group in _by(ranks, _pipeline):
-        found += _late("pipeline", group, {rank.rank: sum(rank.bubble_s.values()) for rank in group})
-    found += _late("save", ranks, {rank.rank: _in_saves(rank) for rank in ranks})
+    found = _late("save", ranks, {rank.rank: _in_saves(rank) for rank in ranks})
+    in_pipeline_s = {rank.rank: sum(rank.bubble_s.values()) for rank in ranks}
     for name, common in _GROUPS.items():
         for group in _by([rank for rank in ranks if rank.rank in named], common):
-            found += _late(name, group, {rank.rank: named[rank.rank].get(name, 0.0) for rank in group})
+            waited_s = {rank.rank: named[rank.rank].get(name, 0.0) for rank in group}
+            found += _late(name, group, waited_s)
+            if name != _ALL:  # who waited for a late rank of its stage did not itself keep other stages waiting
+                for rank, its_s in waited_s.items():
+                    in_pipeline_s[rank] += its_s - min(waited_s.values())
+    for group in _by(ranks, _pipeline):
+        found += _late("pipeline", group, {rank.rank: in_pipeline_s[rank.rank] for rank in group})
     return sorted(found, key=lambda one: -one.late_s)
 
 

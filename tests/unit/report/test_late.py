@@ -58,6 +58,16 @@ def test_the_slowest_stage_of_each_pipeline_is_late():
     ]
 
 
+def test_a_stage_that_waited_for_its_replica_is_not_late_in_its_pipeline():
+    """Rank 2 stopped in its data group: rank 0 waited for it there, and the second stages in bubbles."""
+    stopped = ranks({0: 0.0, 1: 20.0, 2: 0.0, 3: 20.0}, stages=2)
+    accounts = [account(rank, "data group", time_s) for rank, time_s in enumerate((23.0, 1.0, 3.0, 1.0))]
+    assert late(stopped, accounts) == [
+        Late(wait="data group", ranks=[2], others=1, late_s=20.0),
+        Late(wait="pipeline", ranks=[2], others=1, late_s=20.0),
+    ]
+
+
 def test_a_rank_without_a_wait_in_saves_was_late_in_them():
     assert late(ranks(dict.fromkeys(range(4), 0.0), saves_s={0: 4.0, 3: 5.0}), []) == [
         Late(wait="save", ranks=[1, 2], others=2, late_s=4.5)
@@ -65,7 +75,7 @@ def test_a_rank_without_a_wait_in_saves_was_late_in_them():
 
 
 def test_ranks_are_compared_within_their_group():
-    replicas = ranks({0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, stages=2)
+    replicas = ranks({0: 1.0, 1: 1.0, 2: 1.0, 3: 3.0}, stages=2)
     accounts = [account(rank, "data group", time_s) for rank, time_s in enumerate((1.0, 4.0, 3.0, 4.0))]
     found = late(replicas, [*accounts, account(None, "data group", 12.0)])
     assert found == [Late(wait="data group", ranks=[0], others=1, late_s=2.0)]
