@@ -51,7 +51,7 @@ KINDS: dict[str, FaultKind] = {
             weight=0.5,
         ),
         FaultKind("deaf-loop", "a busy loop that ignores all signals it can", reason=_ENDLESS, weight=0.5),
-        FaultKind("memory-hog", "memory over the job's cap", reason="over its cap of 256 MiB", memory_bytes=256 * MIB),
+        FaultKind("memory-hog", "memory over the job's cap", reason="its cap of 256 MiB", memory_bytes=256 * MIB),
         FaultKind(
             "fork-bomb",
             "300 processes that slip out of the group",

@@ -33,7 +33,10 @@ FAULTS = {
     ),
     "flood": (fault("flood", "run_next_step", "flood"), "printed more than 4 MiB"),
     "flood-at-once": (fault("flood-at-once", "run_next_step", "flood_at_once"), ""),  # whichever limit is first
-    "hog": (fault("hog", "init", "hog") | {"memory": "256MiB"}, "over its cap of 256 MiB in init()"),
+    "hog": (
+        fault("hog", "init", "hog") | {"memory": "256MiB"},
+        "an allocation was refused within its cap of 256 MiB in init()",
+    ),
     "orphan": (fault("orphan", "run_next_step", "fork_and_leave"), "left a child behind"),
     "no-module": ({"name": "no-module", "task": "nowhere_at_all:Task"}, "importing nowhere_at_all failed"),
     "no-class": ({"name": "no-class", "task": "tasks:Missing"}, "tasks has no Missing"),

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.device.port import Limits
 from megatron.fill.display import mib
 from megatron.fill.errors import FillError, PlanError, SandboxError, StaleProfile
 from megatron.fill.linux import host
@@ -192,7 +191,7 @@ class TaskRun:
             self.log.step_seq = 0  # the step is over, so the rest is not an overrun of it
             with contextlib.suppress(OSError, ValueError):  # the task has closed it
                 print(task_traceback(error), end="", file=sys.stderr)
-            reason = _reason(error, machine.callback if machine else "", self.spec.limits)
+            reason = _reason(error, machine.callback if machine else "", self.spec)
             if machine is not None:
                 with contextlib.suppress(BaseException):
                     machine.stop()
@@ -286,7 +285,7 @@ class TaskRun:
         return self._crowded or self.asked_to_stop()
 
 
-def _reason(error: BaseException, callback: str, limits: Limits) -> str:
+def _reason(error: BaseException, callback: str, spec: WorkerSpec) -> str:
     where = f" in {callback}()" if callback else ""
     if isinstance(error, SystemExit):
         return f"the task called sys.exit({error.code!r}){where}"
@@ -298,8 +297,11 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
         text = "it has no text, as its __str__() fails"
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in message or "out of memory" in message:
-        cap = f"over its cap of {mib(limits.memory_bytes)}" if limits.memory_bytes else "out of memory"
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak, limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, spec.limits.memory_bytes
+        cap = f"over its cap of {mib(limit)}" if limit else "out of memory"
+        # On the CPU the kernel counts what is asked for, used or not (RLIMIT_DATA), and refuses what would be too much.
+        if limit and spec.device == "cpu" and peak < limit:
+            cap = f"an allocation was refused within its cap of {mib(limit)}"
         return f"{cap}{where}, with a peak of {mib(peak)}: {message}"
     return f"{message}{where}"
 

@@ -262,7 +262,7 @@ def _tables() -> Iterator[Attack]:
         _pickle_bomb,
     )
     yield Attack(
-        fatal("checkpoint-sparse", "a checkpoint of 4 GiB of zeros; it dies", "no checkpoint|over its cap"),
+        fatal("checkpoint-sparse", "a checkpoint of 4 GiB of zeros; it dies", "no checkpoint|its cap"),
         partial(_die_with, "sparse"),
     )
     yield Attack(fatal("checkpoint-fifo", "a checkpoint that is a pipe; it dies"), partial(_die_with, "fifo"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.fill.device.port import Limits
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.loader import load_task
@@ -123,6 +125,27 @@ def test_an_error_without_a_text_is_told_by_its_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(TaskRun, "serve", failing)
     run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: True, StepDevice(preemptive=True))
     assert run.run().detail == "Mute: it has no text, as its __str__() fails"
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_bytes", "expected"),
+    [
+        ("cpu", 1 << 50, "an allocation was refused within its cap of 1073741824 MiB, with a peak of "),
+        ("cpu", 1 << 20, "over its cap of 1 MiB, with a peak of "),
+        ("cuda:0", 1 << 50, "over its cap of 1073741824 MiB, with a peak of "),  # the peak is of host memory
+        ("cpu", None, "out of memory, with a peak of "),
+    ],
+)
+def test_memory_that_is_refused_within_the_cap_is_told_so(tmp_path, monkeypatch, device, memory_bytes, expected):
+    def failing(*_: object) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(TaskRun, "serve", failing)
+    spec = replace(spec_of(tmp_path), device=device, limits=Limits(memory_bytes))
+    run = TaskRun(spec, *shared_pages(FakeGate()), lambda: True, StepDevice(preemptive=True))
+    detail = run.run().detail
+    assert detail.startswith(expected)
+    assert detail.endswith(" MiB: MemoryError")
 
 
 def test_a_task_that_has_closed_its_output_fails_with_its_reason(tmp_path, monkeypatch):
