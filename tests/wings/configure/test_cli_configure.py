@@ -321,6 +321,20 @@ def test_pays_has_ranks_enough_for_the_experts():
     assert json.loads(pays("--json", "--", *FLAGS.split(), *experts.split()))["gpus"] == 16
 
 
+def test_pays_fills_nodes_where_a_replica_does_not():
+    layout = "--num-layers 9 --pipeline-model-parallel-size 3 --tensor-model-parallel-size 4"
+    assert json.loads(pays("--json", "--", *FLAGS.split(), *layout.split()))["gpus"] == 24  # not 12, on nodes of 8
+
+
+@pytest.mark.parametrize("batch", ["2147483647", str(2**30)])
+def test_a_batch_that_would_take_hours_to_time_is_refused(batch):
+    flags = [*FLAGS.split(), "--global-batch-size", batch]
+    with pytest.raises(ConfigError, match="at most 200,000 passes, two for each micro-batch and virtual stage"):
+        pays("--", *flags, "--pipeline-model-parallel-size", "4")
+    with pytest.raises(ConfigError, match="at most 200,000 passes"):
+        run(cluster=CLUSTER | {"nodes": 1, "gpus_per_node": 1}, flags=" ".join(flags))
+
+
 def test_pays_counts_one_gpu_as_one():
     assert re.match(r"An iteration takes [\d.]+ s on 1 GPU; ", pays("--", *FLAGS.split()))
 

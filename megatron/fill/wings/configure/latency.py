@@ -271,21 +271,28 @@ def compiled_schedule(its: Parallel, rendezvous: bool = False, in_turn: bool = F
     after the other, and the other stage for what it receives only.  In 1F1B, mostly the later stage comes last; so it
     is taken here.
     """
+    return _compiled(_order(its), rendezvous, in_turn)
+
+
+def schedule_of(its: Parallel) -> Schedule:
+    """The schedule, made or read once; errors as for ``order_of``."""
+    return _ordered(*_order(its))
+
+
+type _Order = tuple[str, int, int, int, int | None]  # arguments of ``order_of``
+
+
+def _order(its: Parallel) -> _Order:
     name = "interleaved" if its.chunks > 1 and its.schedule == "1f1b" else its.schedule
-    return _compiled(name, its.pp, its.microbatches, its.chunks, its.group_size, rendezvous, in_turn)
+    return name, its.pp, its.microbatches, its.chunks, its.group_size
+
+
+_ordered = lru_cache(maxsize=128)(order_of)
 
 
 @lru_cache(maxsize=128)
-def _compiled(
-    name: str,
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    group_size: int | None,
-    both_wait: bool,
-    in_turn: bool,
-) -> tuple[Compiled, Waits]:
-    schedule = order_of(name, stages, microbatches, chunks, group_size)
+def _compiled(order: _Order, both_wait: bool, in_turn: bool) -> tuple[Compiled, Waits]:
+    schedule = _ordered(*order)
     # an order that Megatron does not run has no exchanges of Megatron's to wait for
     both_wait = both_wait and (in_turn or megatrons(schedule) is not None)
     rows = []

@@ -29,7 +29,7 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
     """Its time, memory and bubbles, with what the bubbles are worth; flags that are left out mean Megatron's defaults.
 
     Args:
-        gpus: number of GPUs of the training; None for one replica's.
+        gpus: number of GPUs of the training; None for the fewest whole nodes that replicas fill, or one replica in one.
         schedule: file of the schedule, in torch's form; None for Megatron's.
 
     Raises:
@@ -48,8 +48,10 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
             "included, among which Megatron divides the layers"
         )
     experts = fixed["ep"] * fixed.get("expert_tp", fixed["tp"]) if fixed["ep"] > 1 else 1
-    count = gpus or fixed["pp"] * lcm(fixed["tp"] * fixed["cp"], experts)
-    node = min(NETWORKS[network].gpus_per_node, count)
+    node = NETWORKS[network].gpus_per_node
+    replica = fixed["pp"] * lcm(fixed["tp"] * fixed["cp"], experts)
+    count = gpus or (replica if replica <= node else lcm(replica, node))
+    node = min(node, count)
     if count > _MOST_NODES * node:
         raise ConfigError(f"--gpus is {count}: expected at most {_MOST_NODES * node}, {_MOST_NODES} nodes")
     if count % node:

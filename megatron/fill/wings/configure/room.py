@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.fill.pipeline.bubbles import peak_pass_bytes
 from megatron.fill.pipeline.schedules import interleaved_warmup
-from megatron.fill.wings.configure.latency import compiled_schedule
+from megatron.fill.wings.configure.latency import schedule_of
 from megatron.fill.wings.mainjob.held import Pass, held_memory, micro_batch, passes
 from megatron.fill.wings.mainjob.memory import StageMemory
 from megatron.fill.wings.mainjob.model import ModelSpec
@@ -98,6 +98,5 @@ def memory(model: ModelSpec, its: Parallel) -> tuple[StageMemory, ...]:
     ranks = [passes(parts, its, layers, rank, dense) for rank in range(its.pp)]
     held = ((virtual, one) for rank, own in enumerate(ranks) for virtual, one in zip(its.held(rank), own, strict=True))
     there = [one for _, one in sorted(held, key=lambda pair: pair[0])]
-    schedule = compiled_schedule(its)[0].schedule
-    peaks = peak_pass_bytes(schedule, [one.kept_bytes for one in there], [one.peak_bytes for one in there])
+    peaks = peak_pass_bytes(schedule_of(its), [one.kept_bytes for one in there], [one.peak_bytes for one in there])
     return tuple(held_memory(model, its, parts, stage, peak) for stage, peak in enumerate(peaks))

@@ -123,7 +123,8 @@ def pays(
     context: typer.Context,
     flags: Flags,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=1, help="Of the training (default: one replica's).")
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Of the training (default: one replica's, in full nodes)."),
     ] = None,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Which kind.")] = "a100-80gb",
     network: Annotated[str, typer.Option("--network", metavar="NAME", help="Which kind of nodes.")] = "dgx-a100",
