@@ -31,6 +31,7 @@ FLAGS = (
     "--global-batch-size 32 --bf16 --tokenizer-type NullTokenizer"
 )
 CLUSTER: dict[str, Any] = {"nodes": 2, "gpus_per_node": 4, "gpu": "a100-80gb", "network": "dgx-a100"}
+NETWORK = {"name": "mine", "intra_node_bytes_s": 1e11, "inter_node_bytes_s": 1e10}
 OWN = {"name": "mine", "peak_flops": 1e12, "memory_bytes": 2**34, "memory_bandwidth": 1e12, "host_bytes_s": 1e10}
 
 
@@ -209,6 +210,19 @@ def test_jobs_of_a_file_fill(folder):
         ({"gpu": "abacus"}, "gpu is 'abacus': expected one of v100-16gb"),
         ({"measured": "net.json"}, "expected exactly one of network and measured"),
         ({"gpux": 1}, "unknown field gpux"),
+        ({"nodes": True}, "c.yaml, line 4: nodes is True: expected a number"),
+        ({"efficiency": True}, "efficiency is True: expected a number"),
+        ({"gpu": OWN | {"peak_flops": 1e-300}}, r"gpu: peak_flops is 1e-300; expected 1e\+06 to 1e\+30 per second"),
+        ({"gpu": OWN | {"sustained": 1e-300}}, "sustained is 1e-300; expected a share from 0 to 1, 0.001 or more if"),
+        ({"efficiency": 1e-300}, r"efficiency is 1e-300: expected greater than or equal to 0.001"),
+        ({"network": NETWORK | {"latency_s": 1e300}}, r"network: latency_s is 1e\+300; expected 0 to 1 seconds"),
+        ({"network": NETWORK | {"inter_node_bytes_s": 1}}, r"network: expected 1e\+06 bytes per second or more"),
+        ({"gpu": OWN | {"host_bytes_s": 1e300}}, r"gpu: host_bytes_s is 1e\+300; expected 1e\+06 to 1e\+30"),
+        (
+            {"memory": "40GiB", "memory_reserve": "100GiB"},
+            r"c.yaml, line \d+: memory_reserve is '100GiB': expected less than the memory of a GPU, 40 GiB",
+        ),
+        ({"gpu": OWN | {"memory_bytes": 2**30}}, "memory_reserve is .*: expected less than the memory of a GPU, 1 GiB"),
         ({"gpu": ...}, "gpu is missing"),
         ({"gpu": OWN | {"sustained": 0}}, r"c.yaml, line \d+: gpu: sustained is 0.0; expected more than 0"),
         ({"gpu": OWN | {"flash_attention": -1}}, "gpu: flash_attention is -1.0; expected a share from 0 to 1"),

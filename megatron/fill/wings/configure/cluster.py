@@ -6,7 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
@@ -18,14 +27,26 @@ from megatron.fill.wings.configure.network import Network
 from megatron.fill.wings.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 
+_SLOWEST = 1e6  # bytes per second of a network
+
+
+def _no_switch(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+_Whole = Annotated[int, BeforeValidator(_no_switch)]  # pydantic reads ``true`` as 1
+_Real = Annotated[float, BeforeValidator(_no_switch)]
+
 
 class Cluster(BaseModel):
     """Nodes that are all alike."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    nodes: int = Field(ge=1, le=4096)
-    gpus_per_node: int = Field(ge=1, le=64)
+    nodes: _Whole = Field(ge=1, le=4096)
+    gpus_per_node: _Whole = Field(ge=1, le=64)
     gpu: Annotated[GpuKind, preset(GPUS)]
     memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
     network: Annotated[NodeNetwork, preset(NETWORKS)] | None = None  # by its data sheet
@@ -33,13 +54,29 @@ class Cluster(BaseModel):
     # With ``network``, the share of its bandwidth inside a node that collectives reach.  SimuMax measured 0.67 to 0.74
     # on eight B200 (configs/system/b200_bf16_ceperm.json), vTrain 0.66 to 0.76 on two to eight A100 (trace/a100); of
     # other kinds it is assumed.
-    intra_node_share: float = Field(default=0.7, gt=0, le=1)
-    nics_per_node: int = Field(default=1, ge=1)  # with ``measured``: GPUs that leave a node at full speed at once
-    price_per_gpu_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    intra_node_share: _Real = Field(default=0.7, ge=0.001, le=1)
+    nics_per_node: _Whole = Field(default=1, ge=1)  # with ``measured``: GPUs that leave a node at full speed at once
+    price_per_gpu_hour: _Real | None = Field(default=None, gt=0, allow_inf_nan=False)
     # Share of the peak that products reach on an A100 whose processors all have work; other kinds sustain a part of it.
-    efficiency: float = Field(default=0.78, gt=0, le=1)
+    efficiency: _Real = Field(default=0.78, ge=0.001, le=1)
     # Of each GPU, outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
-    memory_reserve: Annotated[int, BeforeValidator(parse_bytes)] = 2 * GIB
+    memory_reserve: Annotated[int, BeforeValidator(parse_bytes)] = Field(default=2 * GIB, validate_default=True)
+
+    @field_validator("network")
+    @classmethod
+    def _sends(cls, network: NodeNetwork | None) -> NodeNetwork | None:
+        if network is not None and min(network.intra_node_bytes_s, network.inter_node_bytes_s) < _SLOWEST:
+            raise ValueError(f"expected {_SLOWEST:g} bytes per second or more, inside a node and between nodes")
+        return network
+
+    @field_validator("memory_reserve")
+    @classmethod
+    def _leaves_room(cls, reserve: int, info: ValidationInfo) -> int:
+        gpu = info.data.get("gpu")  # None if it is wrong itself
+        memory = info.data.get("memory") or (gpu and gpu.memory_bytes)
+        if memory is not None and reserve >= memory:
+            raise ValueError(f"expected less than the memory of a GPU, {memory / GIB:.4g} GiB")
+        return reserve
 
     @model_validator(mode="after")
     def _one_network(self) -> Cluster:

@@ -8,6 +8,9 @@ from typing import ClassVar
 
 GIB = 2**30
 _GBIT = 1e9 / 8  # bytes per second
+# Per second: less is of no GPU or would take times that nothing counts, and more is as if there were no limit.
+_LEAST, _LEAST_OF_LINKS, _MOST = 1e6, 1e-3, 1e30
+_LEAST_SHARE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,14 @@ class GpuKind:
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
-        for name in ("peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s", "sustained", "traffic"):
+        for name in ("peak_flops", "memory_bandwidth", "host_bytes_s"):
+            _check_rate(name, getattr(self, name), _LEAST)
+        for name in ("memory_bytes", "sustained", "traffic"):
             _check_positive(name, getattr(self, name))
         for name in ("flash_attention", "sustained", "traffic"):
             value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value}; expected a share from 0 to 1")
+            if not (value == 0 or _LEAST_SHARE <= value <= 1):
+                raise ValueError(f"{name} is {value}; expected a share from 0 to 1, 0.001 or more if it is not 0")
         for name in ("processors", "capability"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 0")
@@ -74,10 +79,11 @@ class Network:
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
-        for name in ("intra_node_bytes_s", "inter_node_bytes_s", "gpus_per_node"):
-            _check_positive(name, getattr(self, name))
-        if not (isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ValueError(f"latency_s is {self.latency_s}; expected seconds, not negative")
+        for name in ("intra_node_bytes_s", "inter_node_bytes_s"):
+            _check_rate(name, getattr(self, name), _LEAST_OF_LINKS)
+        _check_positive("gpus_per_node", self.gpus_per_node)
+        if not 0 <= self.latency_s <= 1:
+            raise ValueError(f"latency_s is {self.latency_s}; expected 0 to 1 seconds")
 
     def bandwidth(self, crosses_nodes: bool, sharing: int) -> float:
         """Return the bytes per second of each of ``sharing`` GPUs of a node that send at once."""
@@ -91,6 +97,12 @@ class Network:
             return 0.0
         share = 2 * (ranks - 1) / ranks
         return share * size_bytes / self.bandwidth(crosses_nodes, sharing) + 2 * (ranks - 1) * self.latency_s
+
+
+def _check_rate(name: str, value: float, least: float) -> None:
+    """Check that what is divided by a rate is a time that can be counted in nanoseconds."""
+    if not least <= value <= _MOST:
+        raise ValueError(f"{name} is {value}; expected {least:g} to {_MOST:g} per second")
 
 
 def _check_positive(name: str, value: float) -> None:
