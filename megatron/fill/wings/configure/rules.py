@@ -75,6 +75,16 @@ _RULES = (
     Rule(("--squared-relu", "--swiglu")),
     Rule(("--quick-geglu", "--swiglu")),
     Rule(
+        ("--squared-relu",),
+        "--disable-bias-linear|--no-bias-gelu-fusion",
+        "When bias_activation_fusion is True, activation function should be either gelu, swiglu, or quick_geglu",
+    ),
+    Rule(
+        ("--attention-backend local",),
+        "--spec local",
+        "--attention-backend local is only supported with --spec local",
+    ),
+    Rule(
         ("--mtp-num-layers",),
         "--position-embedding-type rope|--position-embedding-type none",
         "The supported position embedding types are rope and none.",
