@@ -320,12 +320,17 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
 
 
 def _run(main: Callable[[], Any], run: Launch) -> None:
+    ended: SystemExit | None = None
     try:
         main()
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            run.finish()
-        else:
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
             run.abort()
-        raise
+            raise
+        # Without its traceback, whose frames hold the script's data loaders: an error that is kept anywhere while this
+        # one is handled would keep them too.  With --exit-signal-handler their workers ignore SIGTERM, and Python waits
+        # for ever, at its end, for those of loaders that are still there.
+        ended = error.with_traceback(None)
     run.finish()
+    if ended is not None:
+        raise ended

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from megatron.fill.app import closing
 from megatron.fill.app.closing import go_on, kept, tell_of_jobs
-from megatron.fill.app.launch import Launch
+from megatron.fill.app.launch import Launch, _run
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import StoreError
 from megatron.fill.records.segment import SegmentEnding, note_failure, read_segments
@@ -133,3 +135,29 @@ def test_a_failed_training_ends_its_part_whatever_handler_the_script_has_chained
         assert not received
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_a_script_that_exits_held_is_freed_before_the_report_even_if_the_report_keeps_an_error():
+    class Loader:
+        pass
+
+    held: list[weakref.ref[Loader]] = []
+    kept_errors: list[ValueError] = []
+
+    class Run:
+        def finish(self):
+            try:
+                raise ValueError
+            except ValueError as error:
+                kept_errors.append(error)
+            assert held[0]() is None
+
+    def script():
+        loader = Loader()
+        held.append(weakref.ref(loader))
+        sys.exit()
+
+    with pytest.raises(SystemExit):
+        _run(script, Run())
+    assert len(kept_errors) == 1
+    assert held[0]() is None
