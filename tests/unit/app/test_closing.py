@@ -144,8 +144,8 @@ def test_what_a_script_that_exits_held_is_freed_before_the_report_even_if_the_re
     held: list[weakref.ref[Loader]] = []
     kept_errors: list[ValueError] = []
 
-    class Run:
-        def finish(self):
+    class Run(Launch):
+        def finish(self) -> None:
             try:
                 raise ValueError
             except ValueError as error:
