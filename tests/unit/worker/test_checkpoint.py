@@ -142,7 +142,6 @@ def test_arrays_and_scalars_of_numpy_come_back(tmp_path, value):
         (np.random.default_rng(0), r"PCG64"),
         (1 << 3000, r"what torch\.load does not read"),
     ],
-    ids=repr,
 )
 def test_what_could_not_be_loaded_is_refused_by_name_when_it_is_saved(tmp_path, value, named):
     checkpoint.save(tmp_path, {"at": 1})
