@@ -101,7 +101,6 @@ class Others:
     The script may have destroyed its process groups by now, and a rank that works on, as to export a checkpoint, may
     come later than a collective waits for it.
 
-
     Args:
         segment: name of the training's segment, which no other start of the run has.
         most_s: time to wait for the others.
