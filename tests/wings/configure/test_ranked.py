@@ -79,8 +79,8 @@ def test_a_row_has_the_virtual_stages_that_tie():
         assert max(times) <= 1.1 * min(times)
 
 
-def found(*layout: str, gpu: str = "a100-80gb") -> tuple[Valued, Evaluator]:
-    cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": 8, "gpu": gpu, "network": "dgx-a100"})
+def found(*layout: str, gpu: str = "a100-80gb", gpus: int = 8) -> tuple[Valued, Evaluator]:
+    cluster = Cluster.model_validate({"nodes": 1, "gpus_per_node": gpus, "gpu": gpu, "network": "dgx-a100"})
     training = read_flags([*FLAGS.split(), *layout, "--micro-batch-size", "1"])
     evaluator = Evaluator(training, cluster, cluster.links(Path()))
     return Valued(search(evaluator, 1).proposals[0], 0.0), evaluator
@@ -102,6 +102,17 @@ def test_why_names_what_is_saved():
     assert sum((other.passes_s, other.bubbles_s, other.step_s)) == pytest.approx(stages.proposal.iteration_s)
     assert min(one.step_s, other.step_s) >= 0
     said = why(replicas, stages, given)
-    assert f"bubbles -{other.bubbles_s * 1e3:,.4g} ms" in said
+    assert f"bubbles -{other.bubbles_s * 1e3:.4g} ms" in said
     assert "GiB" in said
     assert why(stages, stages, given) == "no difference"
+
+
+def test_why_compares_gpu_seconds_of_different_numbers_of_gpus():
+    (many, given), (few, _) = (found("--pipeline-model-parallel-size", "1", gpus=gpus) for gpus in (8, 4))
+    one, other = (parts(its.proposal, given) for its in (many, few))
+    assert one.passes_s < 0.6 * other.passes_s
+    said = why(many, few, given, by_time=False)
+    assert said.startswith("8 GPUs instead of 4, ")
+    assert f"communication and step {8 * one.step_s - 4 * other.step_s:+.4g} GPU-s" in said
+    assert "ms" not in said
+    assert "passes" not in said  # twice as many take half the time

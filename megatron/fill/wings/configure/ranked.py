@@ -49,16 +49,23 @@ def parts(proposal: Proposal, evaluator: Evaluator) -> Parts:
 def why(first: Valued, second: Valued, evaluator: Evaluator, by_time: bool = True) -> str:
     """Differences of one configuration to another: time by parts, memory, and fill work.
 
+    Of different numbers of GPUs it compares GPU-seconds, since twice as many take half the time by themselves.
+
     Args:
         by_time: they are ranked by time: then also what makes the first safer, if it is longer.
     """
     one, other = (parts(each.proposal, evaluator) for each in (first, second))
-    seconds = {
-        "bubbles": one.bubbles_s - other.bubbles_s,
-        "communication and step": one.step_s - other.step_s,
-        "passes": one.passes_s - other.passes_s,
+    counts = first.proposal.parallel.gpus, second.proposal.parallel.gpus
+    same = counts[0] == counts[1]
+    of_one, of_other, unit = (1e3, 1e3, "ms") if same else (*counts, "GPU-s")
+    differences = {
+        "bubbles": of_one * one.bubbles_s - of_other * other.bubbles_s,
+        "communication and step": of_one * one.step_s - of_other * other.step_s,
+        "passes": of_one * one.passes_s - of_other * other.passes_s,
     }
-    named = [f"{name} {value * 1e3:+,.4g} ms" for name, value in seconds.items() if abs(value) >= _LEAST_S]
+    named = [] if same else [f"{counts[0]} GPUs instead of {counts[1]}"]
+    least = 1e3 * _LEAST_S
+    named += [f"{name} {_signed(value)} {unit}" for name, value in differences.items() if abs(value) >= least]
     gib = (first.proposal.peak_bytes - second.proposal.peak_bytes) / GIB
     named += [f"memory {gib:+.1f} GiB"] if abs(gib) >= _LEAST_GIB else []
     gpus = first.gpus_worth - second.gpus_worth
@@ -67,3 +74,7 @@ def why(first: Valued, second: Valued, evaluator: Evaluator, by_time: bool = Tru
     longer = by_time and first.proposal.iteration_s > second.proposal.iteration_s
     reason = safer(first.proposal, second.proposal, evaluator.cluster.gpus_per_node) if longer else ""
     return f"{said}; tied in time, {reason}" if reason else said
+
+
+def _signed(value: float) -> str:
+    return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.4g}"
