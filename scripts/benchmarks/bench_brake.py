@@ -4,7 +4,7 @@ No training runs: iteration times are drawn around one second, and an iteration 
 longer by the true slowdown.  ``--noise`` says how the logarithm of a time varies: ``normal``; ``heavy``, by Student's
 t of three degrees; ``outliers``, where one iteration in fifty takes 30% more on average; ``drift``, where the
 machine itself becomes slower and faster; and ``lasting``, where seven tenths of it remain in the next iteration, as
-was measured in trainings on shared cores.  ``at_once`` and ``later`` are the median and the nine-in-ten quantile of the
+on cores that others share.  ``at_once`` and ``later`` are the median and the nine-in-ten quantile of the
 iterations from the beginning of a slowdown to the brake, where it begins with filling or after 700 iterations, when
 probes have become rare; null is never.  ``unfilled`` is the share of the first 300 iterations that probes take.
 

@@ -54,7 +54,7 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model, size = MODELS[options.device]
     stages = options.stages
     flags = model_flags(model, options.device, stages, options.microbatches, options.schedule, _TIMEOUT_MINUTES)
-    flags += ["--tensorboard-log-interval", "1"]
+    flags += ["--tensorboard-log-interval", "1", "--num-workers", "2"]  # Megatron's default, but on the CPU backend
     jobs = folder / "jobs.json"
     job = {"task": "scripts.benchmarks.gpu_task:Products", "args": {"size": size}, "memory": "4GiB"}
     entries = [{"name": f"products{at}"} | job for at in range(stages)]

@@ -1,9 +1,9 @@
 """The automatic brake: stops filling when it measurably slows the training down, and tries again later.
 
 ``--fill-max-slowdown`` is the limit.  One iteration in each period is left unfilled (a *probe*), to compare its filled
-neighbours with.  Successive iterations vary together, so a second one in a row would tell little more than the first.
-Megatron's iteration number alone determines which ones, and longer periods are multiples of the shorter ones, so all
-ranks leave the same iterations unfilled without communication.
+neighbours with.  Where successive iterations vary together, a second one in a row would tell little more than the
+first.  Megatron's iteration number alone determines which ones, and longer periods are multiples of the shorter ones,
+so all ranks leave the same iterations unfilled without communication.
 """
 
 from __future__ import annotations

@@ -146,8 +146,9 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             ignored.append(flag)
         if flag not in _RECOMPUTE:
             others += [flag] if value is None else [flag, *value]
-    for flag, value in () if ran else given:
-        check_value(flag, value)
+    if not ran:
+        for flag, value in given:
+            check_value(flag, value)
     if block:
         _check_block(fixed)
     selective = fixed.get("recompute") is Recompute.SELECTIVE
