@@ -34,7 +34,6 @@ _RANK_BYTES, _ALL_BYTES = 4 << 20, 128 << 20  # limits of unwritten records, for
 _OF_RANK, _CAME, _TOGETHER, _APART = "ended/{}", "came/{}", "together/{}", "apart"
 _LOOK_S = 0.05  # time between two looks at it
 _SOON_S = 10.0  # longest wait that goes without saying
-_MOST_NAMED = 8  # ranks in a message
 
 
 @contextlib.contextmanager
@@ -138,12 +137,11 @@ class Others:
         """Return the unwritten records by rank; called on rank 0, which waits for the others."""
         names = {rank: _OF_RANK.format(rank) for rank in range(self._info.world_size)}
         if not self._wait_for(list(names.values())):
+            from megatron.fill.report.rows import listed
+
             late = [rank for rank, name in names.items() if not self._store.check([name])]
-            logger.warning(
-                "%s had not ended after %g s: the report may lack what was recorded last",
-                _named(late),
-                self._most_s,
-            )
+            said = "%s had not ended after %g s: the report may lack what was recorded last"
+            logger.warning(said, listed(late), self._most_s)
             names = {rank: name for rank, name in names.items() if rank not in late}
         packed = {rank: self._store.get(name) for rank, name in names.items()}
         return {rank: Unwritten.unpacked(its) for rank, its in packed.items() if its}
@@ -160,11 +158,6 @@ class Others:
                 print(f"PipeFill: waiting for other ranks to end, for at most {self._most_s:g} s", flush=True)
             time.sleep(_LOOK_S)
         return True
-
-
-def _named(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _MOST_NAMED} others" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def measure_alone(session: Session | None, of: int, seconds: float, others: Others) -> None:

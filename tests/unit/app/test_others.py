@@ -105,6 +105,9 @@ def test_a_rank_that_comes_after_the_end_of_rank_0_does_not_fail(monkeypatch):
         late.hand_in(Unwritten("a"))
 
 
-def test_a_message_names_few_ranks():
-    assert closing._named([3]) == "rank 3"
-    assert closing._named(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 others"
+@pytest.mark.parametrize(("ranks", "named"), [(2, "rank 1"), (20, "ranks 1, 2, 3, 4, 5, 6 and 13 more")])
+def test_a_message_names_few_ranks(caplog, ranks, named):
+    others(0, ranks).hand_in(Unwritten())
+    others(0, ranks, most_s=0.0).collect()
+    (message,) = caplog.messages
+    assert message.startswith(f"{named} had not ended after 0 s: ")

@@ -204,7 +204,7 @@ def _choices(name: str, found: list[int], fixed: Any) -> list[int]:
 
 
 def _divides_sequence(training: Training, tp: int, cp: int) -> bool:
-    """Sequence parallelism, which Megatron ignores without tensor parallelism."""
+    """Return whether a layout has sequence parallelism, which Megatron ignores without tensor parallelism."""
     return tp > 1 and training.fixed.get("sequence_parallel", training.model.sequence % (cp * tp) == 0)
 
 
