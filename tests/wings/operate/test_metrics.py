@@ -234,7 +234,8 @@ def collector(run: Path, **environ: str) -> Iterator[dict[str, list[bytes]]]:
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            seen.setdefault(self.path, []).append(self.rfile.read(int(self.headers["Content-Length"])))
+            sent = self.rfile.read(int(self.headers["Content-Length"]))
+            seen.setdefault(self.path, []).append(sent)
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
