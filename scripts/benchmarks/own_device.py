@@ -2,8 +2,8 @@
 
 python -m scripts.benchmarks.own_device SCRIPT ARGUMENTS...
 
-More ranks than cores compute in turns, so while one waits its core is not idle.  Here a rank sleeps in each pass, as
-the host of a GPU does; the model is to be so small that what it computes itself is little beside that.
+More ranks than cores compute in turns, so while one waits its core is not idle.  Here each pass has a length, as on a
+GPU: once it has computed, the rank sleeps for the rest.  The model is to be so small that the rest is nearly all.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 
 import pipefill_patches
 
-FORWARD_S, BACKWARD_S = 0.05, 0.1
+FORWARD_S, BACKWARD_S = 0.1, 0.2  # as long as in the trainings with a core for each rank
 
 
-def _longer(original: Callable[..., Any], more_s: float) -> Callable[..., Any]:
+def _lasting(original: Callable[..., Any], pass_s: float) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(more_s)
-        return original(*args, **kwargs)
+        end_s = time.monotonic() + pass_s
+        found = original(*args, **kwargs)
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        return found
 
     return run
 
@@ -34,8 +36,8 @@ def main() -> None:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import schedules
 
-    GPTModel.forward = _longer(GPTModel.forward, FORWARD_S)
-    schedules.custom_backward = _longer(schedules.custom_backward, BACKWARD_S)
+    GPTModel.forward = _lasting(GPTModel.forward, FORWARD_S)
+    schedules.custom_backward = _lasting(schedules.custom_backward, BACKWARD_S)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
