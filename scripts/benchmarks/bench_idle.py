@@ -4,9 +4,9 @@ Trains the small GPT of the benchmarks on the CPU, with a side task for each ran
 ``plain`` (1F1B, two stages), with ``saves`` and with ``evaluation`` every hundredth iteration, with a
 ``slow-loader``, with two replicas (``dp2``) and with their gradients reduced during the backward passes (``overlap``),
 with two chunks per stage (``vpp``), and with Megatron's ``timers`` and their barriers.  The four ranks of two replicas
-would share two cores, on which nothing is idle; they have a smaller model, and each pass sleeps for the rest of a length
-(``own_device``), as their jobs do in steps.  ``paired`` is the plain one in pairs of blocks with and without filling, for the slowdown, and
-``paired-vpp`` that of two chunks.
+would share two cores, on which nothing is idle; they have a smaller model, and each pass sleeps for the rest of a
+length (``own_device``), as their jobs do in steps.  ``paired`` is the plain one in pairs of blocks with and without
+filling, for the slowdown, and ``paired-vpp`` that of two chunks.
 
 * ``named_share``: compute and named idle time over the wall time, by training, all ranks together; the wall time is
   that of the process's clock.
@@ -39,7 +39,10 @@ from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file
 
 OFTEN = "100"  # iterations between two saves, or evaluations
 _WARMUP = 5
-_SMALL = ("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64", "--max-position-embeddings", "64")  # these flags come after the model's own
+_SMALL = (  # these flags come after the model's own
+    *("--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--max-position-embeddings", "64"),
+)
 _REPLICAS = ("dp2", "overlap")
 _INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "2")
 _PAIRED: dict[str, tuple[str, tuple[str, ...]]] = {  # name of the slowdown, and flags
