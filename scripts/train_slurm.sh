@@ -43,7 +43,7 @@ tasks=${SLURM_NTASKS_PER_NODE:-1}
 tasks=${tasks%%(*}
 ranks=${RANKS:-${SLURM_GPUS_ON_NODE:-$((tasks > 1 ? tasks : 2))}}
 case $ranks in
-    '' | *[!0-9]* | 0) refuse "RANKS is '$ranks'; expected the number of ranks per node" ;;
+    0* | *[!0-9]* | '') refuse "RANKS is '$ranks'; expected the number of ranks per node" ;;
 esac
 
 # Without CPUs of their own, ranks wait for each other's: srun binds all of a task to what the task was given.
@@ -98,7 +98,9 @@ if [ -e "$PIPEFILL_INTERRUPTED" ]; then
     rm -f "$PIPEFILL_INTERRUPTED"
     if [ "$status" -eq 0 ] && [ "$by" != SIGTERM ] && [ -z "${cancelled:-}" ]; then
         echo "train_slurm.sh: $by ended the training before its last iteration; it is queued again"
-        scontrol requeue "$SLURM_JOB_ID" || echo "train_slurm.sh: it cannot be queued again: submit it once more" >&2
+        # The number of an array's last job is the array's own too, and would queue all of them.
+        job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+        scontrol requeue "${job:-$SLURM_JOB_ID}" || echo "train_slurm.sh: it cannot be queued again: submit it once more" >&2
     fi
 fi
 exit "$status"

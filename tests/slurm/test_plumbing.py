@@ -84,6 +84,15 @@ def test_jobs_of_an_array_on_one_node_meet_on_ports_of_their_own(slurm, submit, 
         assert slurm.wait_for(f"{array}_{task}", "COMPLETED", "FAILED") == "COMPLETED"
 
 
+def test_a_notice_to_a_job_of_an_array_leaves_the_others(slurm, submit, place):
+    array = submit(LONG, flags=("-c", "2", "--array=0-1"))
+    until(lambda: len(told(place)) == len(told(place, 1)) == 2)
+    time.sleep(0.5)
+    slurm.call("scancel", "--signal=USR2", f"{array}_1")  # the last one, whose number is the array's
+    until(lambda: "Restarts=1" in slurm.call("scontrol", "show", "job", f"{array}_1"))
+    assert "Restarts=0" in slurm.call("scontrol", "show", "job", f"{array}_0")
+
+
 def test_a_port_where_somebody_listens_is_passed_over(slurm, submit, place):
     job = submit("1", flags=("-c", "2", "--hold"))
     usual = 10000 + int(job) % 20000
@@ -109,6 +118,7 @@ def test_too_few_cpus_are_refused_with_what_to_write(slurm, submit, place):
     [
         ({"RANKS": "two"}, "RANKS is 'two'; expected the number of ranks per node"),
         ({"RANKS": "0"}, "RANKS is '0'; expected the number of ranks per node"),
+        ({"RANKS": "02"}, "RANKS is '02'; expected the number of ranks per node"),  # octal to bash
         ({"PIPEFILL": "/nowhere"}, "there is no pretrain_gpt.py in /nowhere; expected the checkout in PIPEFILL"),
         ({"PYTHON": ""}, "expected {place}/scripts/setup.sh run first, or PYTHON"),
     ],
