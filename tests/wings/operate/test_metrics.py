@@ -188,6 +188,44 @@ def test_promtool_likes_names_alerts_and_configuration(run):
         assert not done.stderr, done.stderr
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+def test_attempts_before_the_first_scrape_count(tmp_path):
+    operate = ROOT / "docs" / "operate"
+    panels = json.loads((operate / "dashboard.json").read_text(encoding="utf-8"))["panels"]
+    shown = next(panel for panel in panels if panel["title"] == "Attempts that ended, per hour")["targets"][0]["expr"]
+    labels = {"instance": "n1", "cause": "exited", "severity": "warning"}
+    said = {
+        "summary": "20 attempts failed in an hour on n1: exited",
+        "action": "pipefill list --store RUN; docs/operate.md#jobs-fail",
+    }
+    series = 'pipefill_attempts_total{state="failed", cause="exited", instance="n1"}'
+    asked = {
+        "interval": "30s",
+        "input_series": [{"series": series, "values": "_ 20x300"}],
+        "alert_rule_test": [
+            {
+                "eval_time": "20m",
+                "alertname": "PipeFillJobsFail",
+                "exp_alerts": [{"exp_labels": labels, "exp_annotations": said}],
+            },
+            {"eval_time": "2h", "alertname": "PipeFillJobsFail"},
+        ],
+        "promql_expr_test": [
+            {
+                "expr": shown.replace("$instance", ".*"),
+                "eval_time": "20m",
+                "exp_samples": [{"labels": '{state="failed", cause="exited"}', "value": 20}],
+            }
+        ],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(
+        json.dumps({"rule_files": [str(operate / "alerts.yml")], "evaluation_interval": "1m", "tests": [asked]})
+    )
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
 def test_a_real_prometheus_scrapes_it(run, tmp_path):
     (tmp_path / "token").write_text("secret")

@@ -99,7 +99,7 @@ class RunMetrics:
 
     def _of_store(self) -> Iterator[Metric]:
         jobs = GaugeMetricFamily("pipefill_jobs", "Unfinished jobs in the store.", labels=["state", "user"])
-        age = GaugeMetricFamily("pipefill_queue_age_seconds", "Time that the oldest queued job has waited.")
+        age = GaugeMetricFamily("pipefill_queue_age_seconds", "Time since the oldest queued job was submitted.")
         up = GaugeMetricFamily("pipefill_store_up", "1 if the job store answers.")
         if self._spec.store:
             try:
