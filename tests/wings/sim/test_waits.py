@@ -101,6 +101,28 @@ def test_a_wait_for_a_stage_that_waits_is_one_for_the_stage_behind_it():
     assert found[0, 2] == NEAR((38, 0, 1))
 
 
+@pytest.mark.parametrize("came_ms", [95, 105])
+def test_a_collective_waits_for_a_late_host_of_another_pipeline(came_ms: float):
+    """All ranks meet at the end, rank 3 at 95: between its passes until then.  One that comes later has no part."""
+    end_ms = came_ms + 5
+    records = [
+        stage(0, *FIRST, bubbles=[(10, 60), (80, 100)], end_ms=end_ms),
+        stage(1, [(12, 32)], [(32, 58)], bubbles=[(0, 12), (58, 59), (59, 100)], end_ms=end_ms),
+        stage(0, *FIRST, bubbles=[(10, 60), (80, end_ms)], end_ms=end_ms),
+        stage(1, [(12, 32)], [(32, 58)], bubbles=[(0, 12), (58, 59), (came_ms, end_ms)], end_ms=end_ms),
+    ]
+    records[2:] = [
+        replace(one, info=replace(one.info, rank=2 + at, tensor_parallel_rank=1)) for at, one in enumerate(records[2:])
+    ]
+    found = parts(records)
+    if came_ms < 100:
+        assert found[0, 3] == found[1, 3] == NEAR((0, 15, 5))
+    else:
+        assert {pair for pair in found if pair[0] < 2} == {(0, 1), (1, 0)}
+    waited_ms = [sum(sum(its) for pair, its in found.items() if pair[0] == rank) for rank in range(4)]
+    assert waited_ms == NEAR([sum(one.duration_ns for one in record.bubbles) / MS for record in records])
+
+
 def test_a_send_of_gloo_waits_for_its_receiver():
     """Stage 1 comes to its receive at 50 only: until then its host was late, to both."""
     forwards, backwards = [(0, 10), (51, 60)], [(90, 95), (96, 99)]

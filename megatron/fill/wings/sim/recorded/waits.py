@@ -8,6 +8,8 @@ batch, or nothing at all.  The transfer ends when the waiting rank notices it.
 All is read from the records of both ranks, the bubbles and the passes of the latest iterations; nothing is measured
 for it.  A stage has sent a pass's result when it opens the bubble after it, or has ended it where transfers overlap
 with passes, as with several chunks per stage.  A send of gloo also waits until the other stage receives.
+
+Stages of all pipelines are looked at together, numbered through: a collective may also wait for another pipeline's.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """The passes of a schedule: where each pass's input comes from, and where its output goes.
+    """The passes of a schedule in all pipelines: where each pass's input comes from, and where its output goes.
 
     Places are the stage and the position of a pass in it; None for the model's ends.
     """
@@ -75,16 +77,18 @@ def waits(records: Sequence[RankRecord]) -> list[Awaited]:
     pipelines: defaultdict[tuple[int, int], list[RankRecord]] = defaultdict(list)
     for record in records:
         pipelines[record.info.data_parallel_rank, record.info.tensor_parallel_rank].append(record)
-    found = [one for its in pipelines.values() for one in _of_pipeline(its)]
+    alike: defaultdict[tuple[CycleKey, int], list[RankRecord]] = defaultdict(list)
+    for its in pipelines.values():
+        its.sort(key=lambda record: record.info.stage)
+        key, stages = its[0].schedule, its[0].info.stages
+        if key is not None and stages > 1 and [record.info.stage for record in its] == list(range(stages)):
+            alike[key, stages] += its
+    found = [one for (key, stages), its in alike.items() for one in _of_pipelines(its, key, stages)]
     return sorted(found, key=lambda one: -(one.computed_s + one.host_s + one.transfer_s))
 
 
-def _of_pipeline(records: list[RankRecord]) -> Iterator[Awaited]:
-    records.sort(key=lambda record: record.info.stage)
-    key, stages = records[0].schedule, records[0].info.stages
-    if stages == 1 or [record.info.stage for record in records] != list(range(stages)) or key is None:
-        return
-    order = _order(key, stages)
+def _of_pipelines(records: Sequence[RankRecord], key: CycleKey, depth: int) -> Iterator[Awaited]:
+    order = _order(key, depth, len(records) // depth)
     if order is None:
         return
     blocking = key.chunks == 1 and records[0].info.device == "cpu"
@@ -102,19 +106,22 @@ def _of_pipeline(records: list[RankRecord]) -> Iterator[Awaited]:
 
 
 @cache
-def _order(key: CycleKey, stages: int) -> _Order | None:
-    """Return the order of this schedule's passes; None if it is not known."""
+def _order(key: CycleKey, stages: int, pipelines: int) -> _Order | None:
+    """Return the order of this schedule's passes in that many pipelines; None if it is not known."""
     if key.schedule not in _MEGATRONS:
         return None
     try:
         schedule = make_schedule(key.schedule, stages, key.microbatches, key.chunks)
     except ValueError:  # uneven groups of microbatches
         return None
+    rows = schedule.order * pipelines
     places = [(stage, at) for stage, row in enumerate(schedule.order) for at in range(len(row))]
     sources: list[list[tuple[int, int] | None]] = []
-    sinks: list[list[tuple[int, int] | None]] = [[None] * len(row) for row in schedule.order]
-    for stage, numbers in enumerate(schedule.sources()):
-        sources.append([None if number is None else places[number] for number in numbers])
+    sinks: list[list[tuple[int, int] | None]] = [[None] * len(row) for row in rows]
+    for stage, numbers in enumerate(schedule.sources() * pipelines):
+        first = stage - stage % stages  # of its pipeline
+        made = (None if number is None else places[number] for number in numbers)
+        sources.append([None if place is None else (first + place[0], place[1]) for place in made])
         for at, source in enumerate(sources[-1]):
             if source is not None:
                 sinks[source[0]][source[1]] = stage, at
@@ -128,7 +135,7 @@ def _iterations(records: Sequence[RankRecord], schedule: Schedule) -> Iterator[l
     if not common:
         return
     shift_ns = clock_shifts(records, by_number, common)
-    stages = [parts_of(record, row, evaluated=True) for record, row in zip(records, schedule.order, strict=True)]
+    stages = [parts_of(record, schedule.order[record.info.stage], evaluated=True) for record in records]
     for number in common:
         if all(number in its for its in stages):
             yield [_Stage(its[number], shift_ns[record.info.rank]) for record, its in zip(records, stages, strict=True)]
@@ -155,7 +162,8 @@ def _split(stages: list[_Stage], order: _Order, posts: bool, blocking: bool, sum
                 receives = blocking and not place and not met
                 due = _due(stages, order, stage, at, posts=posts, receives=receives)
                 if met or (not due and at in (0, len(its.passes))):
-                    due = _met(stages, stage, at, place - len(bubbles) if at else place)
+                    counted = place - len(bubbles) if at else place
+                    due = _met(stages, order.schedule.stages, stage, at, counted, bubble)
                 sink = order.sinks[stage][at - 1] if at else None
                 if not due and sink is not None:
                     due = [(0, sink[0])]
@@ -183,18 +191,25 @@ def _due(
     return found
 
 
-def _met(stages: Sequence[_Stage], stage: int, at: int, place: int) -> list[tuple[int, int]]:
+def _met(
+    stages: Sequence[_Stage], depth: int, stage: int, at: int, place: int, bubble: Stretch
+) -> list[tuple[int, int]]:
     """Return when each other stage came to a wait in which all stages meet, such as the one for the gradients' norm.
 
-    The waits before the first pass are counted from the first one, those after the last pass from the last one.
+    The waits before the first pass are counted from the first one, those after the last pass from the last one.  Stages
+    of other pipelines meet there too if they came after all of this one, and before the wait ended.
     """
-    found = []
+    found, others = [], []
     for other, theirs in enumerate(stages):
         if other != stage:
             met_ns = theirs.met_ns(len(theirs.passes) if at else 0, place)
-            if met_ns is not None or at:
+            if other // depth != stage // depth:
+                others += [] if met_ns is None else [(met_ns, other)]
+            elif met_ns is not None or at:
                 found.append((theirs.passes[-1][1] if met_ns is None else met_ns, other))
-    return found
+    start_ns, end_ns = bubble
+    latest_ns = max([start_ns, *(met_ns for met_ns, _ in found)])
+    return found + [one for one in others if latest_ns < one[0] <= end_ns]
 
 
 def _parts(bubble: Stretch, due: Iterable[tuple[int, int]]) -> list[_Part]:
