@@ -15,7 +15,7 @@ from megatron.fill.report.schema import AccountReport, Late, RankReport
 from megatron.fill.types import BubbleKind
 
 _LEAST = 0.01  # of the time in iterations; a smaller difference is noise
-_ALL = "all ranks"
+_ALL, _OTHERS = "all ranks", "other groups"
 # By name in the account: what the ranks of such a group have in common.
 _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
     "tensor group": lambda rank: (rank.stage, rank.data_parallel_rank, rank.context_parallel_rank),
@@ -28,11 +28,14 @@ _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
 def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list[Late]:
     """Return the late ranks by what the others waited in, those that were waited for longest first.
 
-    Context, expert and other groups are left out.
+    Context and expert groups are left out.  Waits in other groups count in the pipeline: Megatron's own of these are
+    those of a model's ranks between iterations.
     """
     named = {one.rank: {its.name: its.time_s for its in one.times} for one in accounts if one.rank is not None}
     found = _late("save", ranks, {rank.rank: _in_saves(rank) for rank in ranks})
-    in_pipeline_s = {rank.rank: sum(rank.bubble_s.values()) for rank in ranks}
+    in_pipeline_s = {
+        rank.rank: sum(rank.bubble_s.values()) + named.get(rank.rank, {}).get(_OTHERS, 0.0) for rank in ranks
+    }
     for name, common in _GROUPS.items():
         for group in _by([rank for rank in ranks if rank.rank in named], common):
             waited_s = {rank.rank: named[rank.rank].get(name, 0.0) for rank in group}

@@ -68,6 +68,16 @@ def test_a_stage_that_waited_for_its_replica_is_not_late_in_its_pipeline():
     ]
 
 
+def test_a_stage_that_waited_between_iterations_for_one_that_waited_for_its_replica_is_not_late():
+    """Rank 1 stopped: rank 3 waited in its data group, and rank 2 for rank 3 after the iteration's last bubble."""
+    stopped = ranks({0: 20.0, 1: 0.0, 2: 0.0, 3: 0.0}, stages=2)
+    waited = (("data group", 0.0), ("data group", 1.0), ("other groups", 20.0), ("data group", 21.0))
+    assert late(stopped, [account(rank, *its) for rank, its in enumerate(waited)]) == [
+        Late(wait="data group", ranks=[1], others=1, late_s=20.0),
+        Late(wait="pipeline", ranks=[1], others=1, late_s=20.0),
+    ]
+
+
 def test_a_rank_without_a_wait_in_saves_was_late_in_them():
     assert late(ranks(dict.fromkeys(range(4), 0.0), saves_s={0: 4.0, 3: 5.0}), []) == [
         Late(wait="save", ranks=[1, 2], others=2, late_s=4.5)
