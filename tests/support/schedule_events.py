@@ -6,12 +6,12 @@ import heapq
 import random
 
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
-from megatron.fill.pipeline.schedule import Op, Pass, Schedule
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError
 from megatron.fill.pipeline.timeline import Compiled
 
 
 def random_case(seed: int) -> tuple[Schedule, PipelineCosts, list[list[int]]]:
-    """A random valid order on a random placement, its costs, and a time for each pass."""
+    """A random valid order on a random placement, its costs, and a time for each pass; some passes form one action."""
     draw = random.Random(seed)
     ranks, chunks, microbatches = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 5)
     placement = list(range(ranks)) * chunks
@@ -29,7 +29,12 @@ def random_case(seed: int) -> tuple[Schedule, PipelineCosts, list[list[int]]]:
             waiting.append((back, microbatch, stage - 1))
         if kind is Pass.INPUT:
             waiting.append((Pass.WEIGHT, microbatch, stage))
-    schedule = Schedule("own", ranks, microbatches, chunks, tuple(map(tuple, rows)), tuple(placement))
+    its = ("own", ranks, microbatches, chunks, tuple(map(tuple, rows)), tuple(placement))
+    pairs = {(rank, at) for rank, row in enumerate(rows) for at in range(0, len(row) - 1, 2) if draw.random() < 0.2}
+    try:
+        schedule = Schedule(*its, frozenset(pairs))
+    except ScheduleError:  # what goes out after both comes too late
+        schedule = Schedule(*its)
     times = [tuple(draw.randint(0, 20) for _ in range(ranks)) for _ in range(2)]
     costs = PipelineCosts((StageCost(1, 1),) * stages, draw.choice([0, 0, 1, 7]), *times)
     return schedule, costs, [[draw.randint(0, 30) for _ in row] for row in rows]
@@ -48,6 +53,7 @@ def events(schedule: Schedule, costs: PipelineCosts, durations: list[list[int]])
     heapq.heapify(heap)
     finished = [0] * len(left)
     busy = set(range(len(left)))
+    sends: list[list[tuple[int, tuple[str, int, int]]]] = [[] for _ in left]  # what goes out at the action's end
     while heap:
         now, rank, arrived = heapq.heappop(heap)
         if arrived != done:
@@ -65,6 +71,7 @@ def events(schedule: Schedule, costs: PipelineCosts, durations: list[list[int]])
         way = "F" if op.kind is Pass.FORWARD else "B"
         if op.kind is not Pass.WEIGHT and (way, op.microbatch, stage) not in there:
             continue
+        first = (rank, len(schedule.order[rank]) - len(left[rank])) in schedule.together
         left[rank].pop(0)
         idle[rank].append((idle_since[rank], now))
         busy.add(rank)
@@ -76,7 +83,9 @@ def events(schedule: Schedule, costs: PipelineCosts, durations: list[list[int]])
             if other == rank:
                 there.add(token)
             else:
-                heapq.heappush(heap, (now + takes + costs.p2p_ns, other, token))
+                sends[rank].append((other, token))
+        while sends[rank] and not first:
+            heapq.heappush(heap, (now + takes + costs.p2p_ns, *sends[rank].pop()))
     ready = [end + reduce for end, reduce in zip(finished, costs.reduce_ns, strict=True)]
     for row, end in zip(idle, ready, strict=True):
         row.append((end, max(ready)))

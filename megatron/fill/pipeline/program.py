@@ -10,6 +10,7 @@ for it at the places where Megatron waits.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,20 +86,20 @@ class Transfers:
     def __init__(self, schedule: Schedule) -> None:
         keys = [(rank, op) for rank, row in enumerate(schedule.order) for op in row]
         self._incoming: set[Key] = set()
-        self._outgoing: dict[Key, Key] = {}
+        self._outgoing: defaultdict[Key, list[Key]] = defaultdict(list)
         numbers = (number for row in schedule.sources() for number in row)
         for key, number in zip(keys, numbers, strict=True):
             if number is not None and keys[number][0] != key[0]:
                 self._incoming.add(key)
-                self._outgoing[keys[number]] = key
+                self._outgoing[keys[number]].append(key)
 
     def into(self, rank: int, op: Op | None) -> list[Key]:
         """The transfer that a rank must receive for a pass, as a list of one; empty if there is none."""
         return [(rank, op)] if op is not None and (rank, op) in self._incoming else []
 
     def out_of(self, rank: int, op: Op) -> list[Key]:
-        """The transfer that a rank sends after a pass, as a list of one; empty if there is none."""
-        return [self._outgoing[rank, op]] if (rank, op) in self._outgoing else []
+        """The transfers that a rank sends after a pass; both if it is the second of two that form one action."""
+        return self._outgoing[rank, op]
 
 
 def eager(schedule: Schedule) -> list[Program]:
@@ -163,12 +164,15 @@ def _overlapped(schedule: Schedule, transfers: Transfers, program: Program) -> N
     pending = transfers.into(rank, row[0])
     program.post([], pending)
     for op in row:
+        sends = transfers.out_of(rank, op)
         if op.kind is Pass.WEIGHT:
             program.compute(op)
+            program.post(sends, [])  # of the pass that it forms one action with
+            pending = pending + sends
             continue
         program.compute(op, pending)
         following.pop(0)
-        sends, receives = transfers.out_of(rank, op), transfers.into(rank, following[0] if following else None)
+        receives = transfers.into(rank, following[0] if following else None)
         program.post(sends, receives)
         pending = sends + receives
     program.wait(pending)

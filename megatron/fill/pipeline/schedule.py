@@ -60,7 +60,7 @@ class Schedule:
     # Rank of each virtual stage, along the model; empty for Megatron's, ``0 1 2 0 1 2``.
     placement: tuple[int, ...] = ()
     # Rank and position of each pass that forms one action with the next (torch's ``OVERLAP_F_B``).  Such passes run
-    # one after the other here, as they do in torch without a function for both.
+    # one after the other here, and what they send goes out after both, as in torch without a function for both.
     together: frozenset[tuple[int, int]] = frozenset()
     _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False, default=())
 
@@ -89,13 +89,15 @@ class Schedule:
     def sources(self) -> list[list[int | None]]:
         """The number of the pass whose output each pass takes, per rank; None at the model's ends and for ``W``.
 
-        Passes are numbered from 0, rank after rank.  The backward pass of the last virtual stage takes the loss of its
-        own forward pass, which is no transfer.
+        Passes are numbered from 0, rank after rank.  Of two passes that form one action, it is that of the second.  The
+        backward pass of the last virtual stage takes the loss of its own forward pass, which is no transfer.
         """
-        passes = [(rank, op) for rank, row in enumerate(self.order) for op in row]
+        passes = [
+            (rank, op, (rank, at) in self.together) for rank, row in enumerate(self.order) for at, op in enumerate(row)
+        ]
         numbers = {
-            (op.kind is Pass.FORWARD, op.microbatch, self.virtual_stage(rank, op)): number
-            for number, (rank, op) in enumerate(passes)
+            (op.kind is Pass.FORWARD, op.microbatch, self.virtual_stage(rank, op)): number + first
+            for number, (rank, op, first) in enumerate(passes)
             if op.kind is not Pass.WEIGHT
         }
 
@@ -151,20 +153,25 @@ class Schedule:
 
     def _explain_cycle(self, needs: Sequence[Sequence[tuple[int, ...]]], stuck: dict[int, int]) -> None:
         """Raise the error that names a cycle of passes of which each waits for the next."""
-        ranks = [rank for rank, row in enumerate(self.order) for _ in row]
-        passes = [op for row in self.order for op in row]
+        places = [(rank, at) for rank, row in enumerate(self.order) for at in range(len(row))]
         path = [next(iter(stuck))]
         while path[-1] not in path[:-1]:
-            path.append(ranks[needs[path[-1]][stuck[path[-1]]][0]])
+            path.append(places[needs[path[-1]][stuck[path[-1]]][0]][0])
         cycle = path[path.index(path[-1]) :]
         links = []
         for rank, other in pairwise(cycle):
-            source = passes[needs[rank][stuck[rank]][0]]
-            before = self.order[other][stuck[other]]
+            source = self._action(*places[needs[rank][stuck[rank]][0]])
+            before = self._action(other, stuck[other])
             after = f", which comes after {before}" if before != source else ""
-            links.append(f"rank {rank} at {self.order[rank][stuck[rank]]} waits for {source} of rank {other}{after}")
+            links.append(f"rank {rank} at {self._action(rank, stuck[rank])} waits for {source} of rank {other}{after}")
         first = cycle[0]
         raise ScheduleError(f"it cannot be executed: a cycle: {'; '.join(links)}", first, stuck[first])
+
+    def _action(self, rank: int, at: int) -> str:
+        """The pass at a place as text, with the other one of its action."""
+        at -= (rank, at - 1) in self.together
+        both = self.order[rank][at : at + 1 + ((rank, at) in self.together)]
+        return f"({';'.join(map(str, both))})" if len(both) > 1 else str(both[0])
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.stages} stages, {self.microbatches} microbatches, {self.chunks} chunks:"]

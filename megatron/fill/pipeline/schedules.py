@@ -203,7 +203,7 @@ def megatrons(schedule: Schedule) -> tuple[str, int | None] | None:
             its = make_schedule(name, schedule.stages, schedule.microbatches, schedule.chunks, size)
         except ValueError:
             continue
-        if (its.order, its.placement) == (schedule.order, schedule.placement):
+        if (its.order, its.placement, its.together) == (schedule.order, schedule.placement, schedule.together):
             return name, size
     return None
 

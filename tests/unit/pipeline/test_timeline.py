@@ -13,6 +13,7 @@ from megatron.fill.pipeline.bubbles import bubble_share
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.schedules import (
+    dualpipe_v,
     gpipe,
     interleaved,
     looped_bfs,
@@ -230,6 +231,14 @@ def test_where_the_closed_form_of_zb_h1_does_not_hold(microbatches: int, passes:
     assert bubble_ns > zb_h1_bubble_ns(4, forward, input_, weight)
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_closed_form_of_dualpipe_v(stages: int):
+    """(p - 1)(F&B + B - 3W) of a chunk's passes: github.com/deepseek-ai/DualPipe, on half the ranks."""
+    timeline = simulate(dualpipe_v(stages, 3 * stages), PipelineCosts.uniform(stages, 10, 20, 10, 2))
+    for row in timeline.waits:
+        assert sum(wait.duration_ns for wait in row) == (stages - 1) * (30 + 20 - 3 * 10)
+
+
 def test_the_times_of_a_small_1f1b():
     timeline = simulate(one_forward_one_backward(2, 2), PipelineCosts.uniform(2, 10, 20, optimizer_ns=5, reduce_ns=3))
     assert [(str(op), start, end) for op, start, end in timeline.spans[0]] == [
@@ -273,6 +282,16 @@ def test_a_schedules_name_does_not_change_its_transfers(schedule: Schedule, call
 def test_megatrons_order_with_stages_elsewhere_is_not_megatrons():
     assert megatrons(gpipe(2, 2)) == ("gpipe", None)
     assert megatrons(replace(gpipe(2, 2), placement=(1, 0))) is None
+
+
+def test_passes_as_one_action_are_not_megatrons():
+    """A receiver of the first pass's output waits for the second, also where that one is a weight pass."""
+    assert megatrons(replace(one_forward_one_backward(2, 2), together=frozenset({(0, 0)}))) is None
+    alone, both = zb_h1(2, 2), replace(zb_h1(2, 2), together=frozenset({(1, 3)}))
+    assert " ".join(map(str, both.order[0][4:] + both.order[1][3:5])) == "I1 W1 I1 W0"
+    for rendezvous in (False, True):
+        found = [simulate(its, PipelineCosts.uniform(2, 1, 5, 2), rendezvous).spans[0][4] for its in (alone, both)]
+        assert [span.start_ns for span in found] == [10, 11]
 
 
 def test_a_slow_receiver_holds_its_sender():

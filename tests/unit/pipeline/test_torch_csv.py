@@ -100,6 +100,10 @@ def test_the_longest_file_that_is_written_can_be_read():
         ("0F0,0B0\n0F0,1F0\n", "own.csv, line 2, cell 1: stage 0 is on rank 1: expected it on rank 0 only"),
         ("0F0,1F0,1B0,0B0\n2F0,2B0\n", "own.csv, line 1: rank 0 has 2 of 3 stages: expected as many on each"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "own.csv, line 1, cell 2: it cannot be executed: a cycle: rank 0 at B0"),
+        (
+            "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,(1B0;1F1)OVERLAP_F_B,1B1\n",
+            "line 1, cell 2: it cannot be executed: a cycle: rank 0 at (F1;B0) waits for (B0;F1) of rank 1;",
+        ),
     ],
 )
 def test_an_error_has_its_place(text: str, message: str, tmp_path: Path):
