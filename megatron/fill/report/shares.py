@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.fill.account import COMPUTE, UNNAMED
+from megatron.fill.account import UNNAMED
 from megatron.fill.report.schema import AccountReport
 
 if TYPE_CHECKING:
@@ -62,6 +62,12 @@ def colour(name: str) -> str:
     return COLOURS.get(name, _OTHER)
 
 
+def ink(name: str) -> str:
+    """Return the colour of text on a name's colour: white on a dark one."""
+    red, green, blue = bytes.fromhex(colour(name)[1:])
+    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#333333"
+
+
 def shown_names(accounts: Sequence[AccountReport]) -> list[str]:
     """Return the names with enough time to be drawn, in the bars' order, and ``REST`` if others have any."""
     whole = accounts[-1]
@@ -107,9 +113,8 @@ def draw_shares(figure: Figure, accounts: Sequence[AccountReport], left_in: floa
             axes.broken_barh([(start, one.share)], (row + (1 - _BAR) / 2, _BAR), facecolors=colour(one.name))
             text = f"{one.share:.0%}"
             if one.share > _NAME * (len(text) + 1):
-                dark = one.name in COMPUTE - {"evaluation"} or one.name in ("save", "start-up", "drain", UNNAMED)
-                ink = "white" if dark else "#333333"
-                axes.text(start + one.share / 2, row + 0.5, text, fontsize=7, ha="center", va="center", color=ink)
+                middle = start + one.share / 2
+                axes.text(middle, row + 0.5, text, fontsize=7, ha="center", va="center", color=ink(one.name))
             start += one.share
     axes.set_xlim(0, 1)
     axes.set_ylim(rows, 0)

@@ -207,6 +207,19 @@ def test_the_bars_of_an_account_add_up_to_all_its_time() -> None:
     assert sum(part.time_s for part in shares.bars(both[0], names)) == pytest.approx(100.1)
 
 
+def luminance(colour: str) -> float:
+    """As WCAG 2 defines it."""
+    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("name", [*shares.COLOURS, "a new wait"])
+def test_a_share_can_be_read_on_its_bar(name: str) -> None:
+    dark, light = sorted((luminance(shares.colour(name)), luminance(shares.ink(name))))
+    assert (light + 0.05) / (dark + 0.05) > 3
+
+
 def test_timeline_of_many_ranks_jobs_and_of_nothing(tmp_path: Path) -> None:
     (record, _), (worker, *_), _ = synthetic_run()
     ranks = [replace(record, info=replace(record.info, rank=rank, stage=rank)) for rank in range(16)]
