@@ -20,7 +20,7 @@ from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.dedicate import MOVES, anneal
 from megatron.fill.wings.configure.details import detailed
 from megatron.fill.wings.configure.energy import Energy
-from megatron.fill.wings.configure.flags import layout_flags, read_flags
+from megatron.fill.wings.configure.flags import check_whole, layout_flags, read_flags
 from megatron.fill.wings.configure.latency import bound_ns, iteration, timeline
 from megatron.fill.wings.configure.layout import lay_out
 from megatron.fill.wings.configure.links import Links, Route, all_reduce_s
@@ -546,6 +546,21 @@ def test_layouts_can_be_read_back_from_their_flags():
         assert all(getattr(one, name) == value for name, value in fixed.items())
 
 
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [("[1]*12", 0), ("([1]*12)", 0), ("[0,0,1]+[1]*9", 2), ("([0]*3+[1]*9)", 3), ("[0]+[1]*11", 1)],
+)
+def test_layers_without_experts_are_read_from_any_list(pattern, dense):
+    read = read_flags([*FLAGS.split(), "--num-experts", "8", "--moe-layer-freq", pattern])
+    assert read.model.dense_layers == dense
+
+
+def test_no_experts_and_no_predicted_tokens_are_as_if_their_flags_were_not_given():
+    none = f"{FLAGS} --num-experts 0 --mtp-num-layers 0".split()
+    assert read_flags(none) == read_flags(FLAGS.split())
+    check_whole(read_flags(none), none)
+
+
 def test_when_nothing_fits_it_says_what_excludes_all():
     with pytest.raises(
         ConfigError, match=r"the smallest needs [\d.]+ GiB of a GPU, at most [\d.]+ GiB; expected at most 0.0\d GiB"
@@ -563,6 +578,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --micro-batch-size x", "--micro-batch-size is 'x': expected a whole number above 0"),
         (FLAGS + " --multi-latent-attention --v-head-dim x", "--v-head-dim is 'x': expected a whole number above 0"),
         (FLAGS + " --num-experts 2 --moe-layer-freq [1]*1+[0]*1", "expected 1, or layers without experts before all"),
+        (FLAGS + " --num-experts 2 --moe-layer-freq ([0]+[1])*11", "expected 1, or layers without experts before all"),
         (FLAGS + " --recompute-modules mlp", "--recompute-modules has mlp: expected --disable-bias-linear with it"),
         (
             FLAGS + " --group-query-attention --num-query-groups 3",
@@ -576,6 +592,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (f"{FLAGS} {BY_HAND} Et*6|t*6mL --pipeline-model-parallel-size 2", "has 1 m: expected --mtp-num-layers, 0"),
         (f"{FLAGS} {BY_HAND} t|EtL", "expected E first, L last"),
         (f"{FLAGS} {BY_HAND} E((t*999)*999)*999L", "expected E first, L last"),
+        (f"{FLAGS} {BY_HAND} E((t)*2|)*3ttL", "expected E first, L last"),
         (f"{FLAGS} {BY_HAND} Et|tL", "has 2 stages: expected --pipeline-model-parallel-size with it"),
         (f"{FLAGS} {BY_HAND} Et|tL --pipeline-model-parallel-size 2", "has 2 layers: expected --num-layers, "),
         (FLAGS + " --num-experts 2 --moe-shared-expert-intermediate-size 64", "without --disable-bias-linear"),

@@ -21,6 +21,7 @@ _WIDE = "--bf16 --tensor-model-parallel-size 2"
 _EXPERTS = f"{_TWO} --num-experts 8 --disable-bias-linear"
 _HIDDEN = f"{_EXPERTS} --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 {_CHUNKS}"
 _SHARED = "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
+_PADDED = f"{_EXPERTS} --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 _SAVED = "--distribute-saved-activations --recompute-granularity"
 _FULL = "full --recompute-method uniform --recompute-num-layers 1"
@@ -38,12 +39,31 @@ CASES = [
     ("--quick-geglu --swiglu", "-swiglu"),
     ("--mtp-num-layers 1", "--position-embedding-type rope"),
     ("--mtp-num-layers 1 --use-rotary-position-embeddings", "--position-embedding-type rope"),
+    ("--batch-size 4", "-batch-size 4"),
+    ("--warmup 4", "-warmup 4"),
+    ("--model-parallel-size 2", "-model-parallel-size 2"),
+    ("--checkpoint-activations", "-checkpoint-activations"),
+    ("--no-position-embedding", "--position-embedding-type rope"),
+    ("--position-embedding-type mrope", "--mrope-section 8 8 16"),
+    ("--position-embedding-type rope --rope-type yarn", "--multi-latent-attention"),
+    ("--multi-latent-attention --rotary-interleaved", "-rotary-interleaved"),
+    ("--fp16-lm-cross-entropy", "--fp16"),
     ("--fp32-residual-connection", "--bf16"),
     ("--bf16 --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "-accumulate-allreduce-grads-in-fp32"),
     ("--cross-entropy-fusion-impl te --cross-entropy-loss-fusion", "-cross-entropy-loss-fusion"),
     (f"--bf16 --fp8-param-gather {_DIVIDED}", "--fp8-format hybrid"),
     ("--bf16 --fp8-format hybrid --fp8-param-gather", _DIVIDED),
     ("--bf16 --fp8-recipe mxfp8 --fp8-output-proj", "--fp8-format hybrid"),
+    ("--bf16 --fp8-format hybrid --fp8-output-proj", "--fp8-recipe mxfp8"),
+    ("--bf16 --fp8-format hybrid --first-last-layers-bf16", "--fp8-recipe blockwise"),
+    ("--bf16 --cuda-graph-impl full_iteration", "--no-check-for-nan-in-loss-and-grad"),
+    ("--bf16 --disable-bias-linear --moe-ffn-hidden-size 512", "--num-experts 8"),
+    (f"{_EXPERTS} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", "-moe-shared-expert-overlap"),
+    (f"{_EXPERTS} --moe-enable-deepep", "--moe-token-dispatcher-type flex"),
+    (f"{_PADDED} --moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend hybridep"),
+    (f"{_PADDED} --moe-router-load-balancing-type sinkhorn", "-moe-router-load-balancing-type sinkhorn"),
+    (f"{_EXPERTS} --moe-router-group-topk 2", "--moe-router-num-groups 4"),
+    (f"{_EXPERTS} --delay-wgrad-compute", "-delay-wgrad-compute"),
     (f"{_WIDE} --sequence-parallel --num-experts 8", "--disable-bias-linear"),
     (f"{_WIDE} --sequence-parallel --num-experts 8", "--expert-tensor-parallel-size 1"),
     (f"{_EXPERTS} --moe-router-topk 1", "--moe-router-pre-softmax"),
@@ -61,6 +81,14 @@ CASES = [
     (f"{_WIDE} {_SAVED} selective", "-distribute-saved-activations"),
     (f"--bf16 {_SAVED} {_FULL}", "--tensor-model-parallel-size 2"),
     (f"{_WIDE} {_SAVED} {_FULL} --sequence-parallel", "-sequence-parallel"),
+    (f"--bf16 --recompute-granularity {_FULL} --cuda-graph-impl local", "-cuda-graph-impl local"),
+    ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes 2 1"),
+    (f"{_TWO} --overlap-p2p-communication-warmup-flush", _CHUNKS),
+    (
+        f"--bf16 --pipeline-model-parallel-size 4 {_CHUNKS} --overlap-p2p-communication-warmup-flush "
+        "--no-overlap-p2p-communication",
+        "-no-overlap-p2p-communication",
+    ),
     (f"--bf16 {_GATHER} {_DIVIDED}", _REDUCE),
     (f"--bf16 {_GATHER} {_REDUCE}", _DIVIDED),
     (f"{_AT_STEP} {_CHUNKS} --ckpt-format torch", f"{_GATHER} {_REDUCE}"),

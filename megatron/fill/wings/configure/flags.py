@@ -36,6 +36,7 @@ _LATENT = {  # of multi-latent attention, with Megatron's defaults
     "--qk-pos-emb-head-dim": ("rotated", 64),
     "--v-head-dim": ("value", 128),
 }
+_NONE = ("--num-experts", ["0"]), ("--mtp-num-layers", ["0"])  # for Megatron as if they were not given
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
 _EXPERT_WIDTH, _PATTERN = "--moe-ffn-hidden-size", "--moe-layer-freq"
 _POSITIONS = "--max-position-embeddings"
@@ -71,9 +72,9 @@ _UNTIMED = "--expert-tensor-parallel-size"  # weighed in memory and links, but n
 _RANK_ORDER = "--use-tp-pp-dp-mapping"
 _MODULES = "--recompute-modules"
 _WEIGHED = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
-_FIRST_DENSE = re.compile(r"\[0\](?:\*([0-9]{1,4}))?\+\[1\]\*([0-9]{1,4})")
+_FREQUENCIES = re.compile(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,4}))?")
 _LAYOUT_TEXT = "--pipeline-model-parallel-layout"
-_REPEATED = re.compile(r"(?:\(([^()]+)\)|([^()*]))\*([0-9]{1,3})(?![0-9])")
+_REPEATED = tuple(re.compile(rf"{its}\*([0-9]{{1,3}})(?![0-9])") for its in (r"\(([^)]+)\)", "(.)"))  # in this order
 _LONGEST = 10_000  # letters of a layout
 _DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
 # Tokenizers whose vocabulary is known without their files.
@@ -258,16 +259,17 @@ def _shape(values: Mapping[str, int], names: Collection[str], pattern: str) -> d
 
 def _dense_layers(pattern: str, fields: Mapping[str, Any]) -> int:
     """Return the number of first layers without experts that ``--moe-layer-freq`` says."""
-    text = re.sub(r"[\s()\"']", "", pattern)
-    found = _FIRST_DENSE.fullmatch(text)
+    text = re.sub(r"[\s\"']", "", pattern).removeprefix("(").removesuffix(")")
     if "experts" not in fields or text == "1":
         return 0
-    if found is None or int(found[1] or 1) + int(found[2]) != fields["layers"]:
+    parts = [_FREQUENCIES.fullmatch(its) for its in text.split("+")]
+    kinds = "".join(its[1].replace(",", "") * int(its[2] or 1) if its else "?" for its in parts)
+    if not re.fullmatch("0*1+", kinds) or len(kinds) != fields["layers"]:
         raise ConfigError(
             f"{_PATTERN} is {pattern[:60]!r}: expected 1, or layers without experts before all others as in "
             f"([0]*3+[1]*{max(1, fields['layers'] - 3)}), --num-layers in all"
         )
-    return int(found[1] or 1)
+    return kinds.count("0")
 
 
 def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
@@ -278,8 +280,9 @@ def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
     ``transformer/pipeline_parallel_layer_layout.py``).
     """
     letters = re.sub("[,\"' ]", "", text)
-    while len(letters) <= _LONGEST and _REPEATED.search(letters):
-        letters = _REPEATED.sub(lambda its: (its[1] or its[2]) * int(its[3]), letters)
+    for repeated in _REPEATED:
+        if len(letters) <= _LONGEST:
+            letters = repeated.sub(lambda its: its[1] * int(its[2]), letters)
     right = re.fullmatch("E[t|]*m*L", letters) is not None
     if not right or len(letters) > _LONGEST:
         raise ConfigError(
@@ -359,7 +362,7 @@ def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:
 
 
 def pairs(tokens: Sequence[str]) -> list[tuple[str, list[str] | None]]:
-    """Return each flag with its values, None for a switch.
+    """Return each flag with its values, None for a switch, without those that are as if they were not given.
 
     Raises:
         ConfigError: the first token is no flag.
@@ -374,7 +377,7 @@ def pairs(tokens: Sequence[str]) -> list[tuple[str, list[str] | None]]:
         else:
             flag, values = found[-1]
             found[-1] = flag, [*(values or ()), token]
-    return found
+    return [its for its in found if its not in _NONE]
 
 
 def _number(flag: str, text: str, least: int = 1) -> int:

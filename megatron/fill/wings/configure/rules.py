@@ -36,7 +36,7 @@ class Rule(NamedTuple):
         if not all(found) or any(one in facts for one in others):
             return ""
         missing = f" without {' or '.join(others)}" if others else ""
-        expected = "one of them left out"
+        expected = "one of them left out" if len(found) > 1 else "it left out"
         if others:
             expected = "both, or neither" if len(found) == len(others) == 1 else "that too"
         why = f" (Megatron: {self.reason})" if self.reason else ""
@@ -61,10 +61,20 @@ def _is_searched(fact: str) -> bool:
 _ENGINE_RECIPES = "|".join(f"--fp8-recipe {its}" for its in ("tensorwise", "mxfp8", "blockwise", "custom"))
 _NOT_SOFTMAX = "--moe-router-score-function sigmoid|--moe-router-score-function sqrtsoftplus"
 _AT_STEP = "--overlap-param-gather-with-optimizer-step"
+_SENDERS = "--moe-token-dispatcher-type alltoall|--moe-token-dispatcher-type flex"
 _EXPERTS = "--overlap-moe-expert-parallel-comm"
 _SAVED = "--distribute-saved-activations"
 _DEFERRED = "--defer-embedding-wgrad-compute"
+_WHOLE_LOOP = "|".join(f"--cuda-graph-{its} full_iteration" for its in ("impl", "modules", "scope"))
+_FLUSHED = "--overlap-p2p-communication-warmup-flush"
+_FORMER = {  # flags that Megatron's parser has to say what came in their place
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-activations",
+}
 _RULES = (
+    *(Rule((flag,), "", f"no longer valid, use {its} instead") for flag, its in _FORMER.items()),
     Rule(("--bf16", "--fp16")),
     Rule(("--num-query-groups",), "--group-query-attention"),
     Rule(
@@ -80,15 +90,30 @@ _RULES = (
         "When bias_activation_fusion is True, activation function should be either gelu, swiglu, or quick_geglu",
     ),
     Rule(
-        ("--attention-backend local",),
-        "--spec local",
-        "--attention-backend local is only supported with --spec local",
+        ("--attention-backend local",), "--spec local", "--attention-backend local is only supported with --spec local"
     ),
     Rule(
         ("--mtp-num-layers",),
         "--position-embedding-type rope|--position-embedding-type none",
         "The supported position embedding types are rope and none.",
     ),
+    Rule(
+        ("--no-position-embedding",),
+        "--position-embedding-type rope|--use-rotary-position-embeddings",
+        "--no-position-embedding is deprecated, use --position-embedding-type",
+    ),
+    Rule(
+        ("--position-embedding-type mrope",),
+        "--mrope-section|--use-rotary-position-embeddings",
+        "--mrope-section should be set when using --position-embedding-type mrope.",
+    ),
+    Rule(("--rope-type yarn",), "--multi-latent-attention", 'Common attention only support rope_type="rope"'),
+    Rule(
+        ("--multi-latent-attention", "--rotary-interleaved"),
+        "",
+        "rotary_interleaved does not work with multi_latent_attention.",
+    ),
+    Rule(("--fp16-lm-cross-entropy",), "--fp16", "lm cross entropy in fp16 only support in fp16 mode."),
     Rule(
         ("--fp32-residual-connection",),
         "--bf16|--fp16",
@@ -106,17 +131,25 @@ _RULES = (
     ),
     Rule(("--fp8-param-gather",), "--fp8-format"),
     Rule(("--fp8-output-proj",), "--fp8-format"),
+    Rule(("--fp8-output-proj",), "--fp8-recipe mxfp8", "fp8_output_proj requires fp8_recipe='mxfp8'"),
+    Rule(
+        ("--fp8-format", "--first-last-layers-bf16"),
+        _ENGINE_RECIPES,
+        "Delayed scaling does not support first / last layer in BF16.",
+    ),
+    Rule(
+        (_WHOLE_LOOP,),
+        "--no-check-for-nan-in-loss-and-grad|--fp16",
+        "--no-check-for-nan-in-loss-and-grad should be set with --cuda-graph-impl=full_iteration for training.",
+    ),
     Rule(
         ("--fp8-param-gather",),
         "--use-distributed-optimizer",
         "--fp8-param-gather only supported with distributed optimizer",
     ),
     # Experts
-    Rule(
-        ("--num-experts",),
-        f"--disable-bias-linear|{_EXPERT_TP} 1",
-        "Bias in Moe is only supported when ETP==1",
-    ),
+    Rule(("--num-experts",), f"--disable-bias-linear|{_EXPERT_TP} 1", "Bias in Moe is only supported when ETP==1"),
+    Rule(("--moe-ffn-hidden-size",), "--num-experts", "moe_ffn_hidden_size is set but num_moe_experts is None."),
     Rule(
         ("--moe-router-topk 1",),
         f"--moe-router-pre-softmax|{_NOT_SOFTMAX}|--moe-router-load-balancing-type sinkhorn",
@@ -134,8 +167,41 @@ _RULES = (
     ),
     Rule(
         (_EXPERTS,),
-        "--moe-token-dispatcher-type alltoall|--moe-token-dispatcher-type flex",
+        _SENDERS,
         "overlap_moe_expert_parallel_comm is supported with alltoall/flex token dispatcher",
+    ),
+    Rule(
+        ("--moe-shared-expert-intermediate-size", "--moe-shared-expert-overlap"),
+        _SENDERS,
+        "moe_shared_expert_overlap only works with alltoall or flex token dispatcher.",
+    ),
+    Rule(
+        ("--moe-enable-deepep",),
+        "--moe-token-dispatcher-type flex",
+        "DeepEP backend is only supported with flex token dispatcher.",
+    ),
+    Rule(
+        ("--moe-token-dispatcher-type flex", "--moe-pad-expert-input-to-capacity"),
+        "--moe-flex-dispatcher-backend hybridep|--moe-flex-dispatcher-backend ncclep",
+        "Flex token dispatcher with deepep backend does not support moe_pad_expert_input_to_capacity",
+    ),
+    Rule(
+        (
+            "--moe-expert-capacity-factor",
+            "--moe-router-load-balancing-type sinkhorn|--moe-router-load-balancing-type quantile_balancing",
+        ),
+        "",
+        "moe_expert_capacity_factor only works with aux_loss, seq_aux_loss, global_aux_loss or none load balancing",
+    ),
+    Rule(
+        ("--moe-router-group-topk",),
+        "--moe-router-num-groups",
+        "When using group limited routing, moe_router_num_groups must be specified.",
+    ),
+    Rule(
+        ("--delay-wgrad-compute",),
+        _EXPERTS,
+        "overlap_moe_expert_parallel_comm must be enabled when enabling delay_wgrad_compute",
     ),
     Rule(
         (_EXPERTS, "--moe-shared-expert-overlap"),
@@ -143,6 +209,11 @@ _RULES = (
         "disable moe_shared_expert_overlap when enabling overlap_moe_expert_parallel_comm",
     ),
     # Recomputation
+    Rule(
+        ("--recompute-granularity full", "--cuda-graph-impl local|--cuda-graph-impl transformer_engine"),
+        "",
+        "full recompute is only supported with full iteration CUDA graph.",
+    ),
     Rule(
         (_SELECTIVE, "--recompute-modules moe_act"),
         "--moe-grouped-gemm",
@@ -168,17 +239,20 @@ _RULES = (
         "--recompute-granularity full",
         "distributed recompute activations is only application to full recompute granularity",
     ),
-    Rule(
-        (_SAVED, f"{_TP} 1"),
-        "",
-        "can distribute recomputed activations only across tensor model parallel groups",
-    ),
+    Rule((_SAVED, f"{_TP} 1"), "", "can distribute recomputed activations only across tensor model parallel groups"),
     Rule(
         (_SAVED, "--sequence-parallel"),
         "",
         "distribute_saved_activations must be false when sequence parallel is enabled",
     ),
     # Exchanges
+    Rule(
+        ("--cp-comm-type a2a+p2p",),
+        "--hierarchical-context-parallel-sizes",
+        "--hierarchical-context-parallel-sizes must be set when a2a+p2p is used in cp comm",
+    ),
+    Rule((_FLUSHED,), _CHUNKS, "only compatible with overlap_p2p_comm but not batch_p2p_comm."),
+    Rule((_FLUSHED, "--no-overlap-p2p-communication"), "", "only compatible with overlap_p2p_comm"),
     Rule(
         ("--overlap-param-gather",),
         "--overlap-grad-reduce",
@@ -223,11 +297,7 @@ _RULES = (
         "pipeline-model-parallel size should be greater than 2 to avoid having multiple p2p sends and recvs between "
         "same 2 ranks per communication batch",
     ),
-    Rule(
-        (_DEFERRED, f"{_PP} 1"),
-        "",
-        "Cannot defer embedding wgrad compute when pipeline model parallel is not used",
-    ),
+    Rule((_DEFERRED, f"{_PP} 1"), "", "Cannot defer embedding wgrad compute when pipeline model parallel is not used"),
     Rule(
         (_DEFERRED, "--no-gradient-accumulation-fusion"),
         "",
