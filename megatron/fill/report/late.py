@@ -34,7 +34,9 @@ def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list
     named = {one.rank: {its.name: its.time_s for its in one.times} for one in accounts if one.rank is not None}
     found = _late("save", ranks, {rank.rank: _in_saves(rank) for rank in ranks})
     in_pipeline_s = {
-        rank.rank: sum(rank.bubble_s.values()) + named.get(rank.rank, {}).get(_OTHERS, 0.0) for rank in ranks
+        rank.rank: sum((*rank.bubble_s.values(), *rank.evaluation_bubble_s.values()))
+        + named.get(rank.rank, {}).get(_OTHERS, 0.0)
+        for rank in ranks
     }
     for name, common in _GROUPS.items():
         for group in _by([rank for rank in ranks if rank.rank in named], common):

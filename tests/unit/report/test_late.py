@@ -46,7 +46,6 @@ def account(rank: int | None, name: str, time_s: float) -> AccountReport:
 
 
 def test_stages_that_wait_alike_are_not_late():
-    assert report().late == []
     assert late(ranks({0: 3.0, 1: 3.05}, stages=2), []) == []
 
 
@@ -56,6 +55,14 @@ def test_the_slowest_stage_of_each_pipeline_is_late():
         Late(wait="pipeline", ranks=[4], others=1, late_s=3.0),
         Late(wait="pipeline", ranks=[1], others=1, late_s=2.0),
     ]
+
+
+def test_the_slowest_stage_of_evaluations_is_late():
+    evaluated = [
+        one.model_copy(update={"evaluation_bubble_s": {BubbleKind.INTERIOR: wait_s}})
+        for one, wait_s in zip(ranks({0: 1.0, 1: 2.0}, stages=2), (5.0, 1.0), strict=True)
+    ]
+    assert late(evaluated, []) == [Late(wait="pipeline", ranks=[1], others=1, late_s=3.0)]
 
 
 def test_a_stage_that_waited_for_its_replica_is_not_late_in_its_pipeline():
