@@ -56,7 +56,6 @@ from megatron.fill.store.values import Claim, DeviceEntry, Job
 
 logger = logging.getLogger("pipefill.agent")
 
-_KILL_S = 1.5  # time limit for a kill
 _SHRINK_S = 1.0  # time limit for giving memory back, once the worker's step has ended
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # time between two looks of an empty seat for a job
 _LOOK_AGAIN_S = 5.0  # even if the queue has not changed: leases expire, and devices become busy or free
@@ -265,16 +264,12 @@ class Agent:
     def _control_changed(self, state: RunState) -> None:
         """Handle a new state of the control page; after a kill, return once the seats have ended all workers.
 
-        Raises:
-            TimeoutError: workers are left after ``_KILL_S``.
+        That takes as long as it takes: who gave up here would never acknowledge a kill that has succeeded since.
         """
         logger.info("%s", state.name)
         if state is RunState.KILLED:
             self.pool.stand_down()
-        end_s = time.monotonic() + _KILL_S
-        while state is RunState.KILLED and self.pool.working:
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"workers {self.pool.working} have not ended")
+        while state is self.context.control.state is RunState.KILLED and self.pool.working:
             time.sleep(0.02)
 
     def _look_elsewhere(self) -> None:

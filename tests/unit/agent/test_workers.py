@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fill.agent import agent as agent_module
 from megatron.fill.agent import workers as workers_module
 from megatron.fill.agent.admission import environment
 from megatron.fill.agent.workers import WorkerProcess
@@ -268,6 +269,25 @@ def test_who_stands_by_is_no_orphan_and_goes_with_a_kill_or_the_end(bench, monke
     assert FakeProcess.made[-1] is standby
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_kill_is_over_with_the_last_worker_however_late_or_with_the_next_command(bench, monkeypatch, resumed):
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1000 and resumed:
+            bench.control.change(RunState.RUNNING)
+        elif len(slept) == 1000:
+            bench.pool._working.clear()
+
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept)))
+    bench.pool._working.add(1)
+    bench.control.change(RunState.KILLED)
+    agent: Any = SimpleNamespace(context=bench.context, pool=bench.pool)
+    agent_module.Agent._control_changed(agent, RunState.KILLED)
+    assert len(slept) == 1000
+
+
 def test_that_none_can_be_started_beforehand_is_no_trouble(bench, monkeypatch):
     def fail(*args: Any, **more: Any) -> None:
         raise OSError(11, "no more processes")
@@ -282,6 +302,6 @@ def test_its_command_line_says_whose_it_is_and_its_environment_who(tmp_path):
     try:
         line = Path(f"/proc/{worker.pid}/cmdline")
         until(lambda: line.read_text().endswith(f"\0{tmp_path}\0"))
-        assert marked(worker.pid, worker.name)
+        until(lambda: marked(worker.pid, worker.name))  # after its command line
     finally:
         worker.end()
