@@ -36,6 +36,8 @@ _LOG = Target(f"{_TRAINING}:training_log", ("loss_dict", "total_loss_dict", "lea
 _LOAD = Target(f"{_TRAINING}:load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
 _GRADIENTS = Target(f"{_TRAINING}:finalize_model_grads", ("model", "num_tokens"))
 _NEXT_BATCH = Target("megatron.core.rerun_state_machine:RerunDataIterator.__next__", ("self",))
+# The end of a loader waits for its workers, which may be in a batch.
+_END_LOADER = Target("torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers", ("self",))
 _ZERO_GRADIENTS = Target("megatron.core.distributed:DistributedDataParallel.zero_grad_buffer", ("self",))
 _OPTIMIZER = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.step", ("self",))
 _INITIALIZE = Target(f"{_TRAINING}:initialize_megatron", ())
@@ -142,6 +144,7 @@ def _install_account(stack: contextlib.ExitStack) -> None:
         (_GRADIENTS, "gradients", False),
         (_ZERO_GRADIENTS, "gradients", False),
         (_NEXT_BATCH, "data loading", True),
+        (_END_LOADER, "data loading", True),
     ):
         around(stack, *target.resolve(), _accounted, what, whole)
     around(stack, *_FINALIZE.resolve(), _finalized)

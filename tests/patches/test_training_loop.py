@@ -129,6 +129,27 @@ print(seen, attached.spans)
 """
 
 
+LOADER = """
+import pipefill_patches
+
+pipefill_patches.apply(("cpu_backend", "training_loop"))
+from megatron.fill.hooks import bus
+from torch.utils.data import DataLoader
+
+batches = iter(DataLoader(list(range(4)), num_workers=1))
+next(batches)
+bus.account.settle()
+del batches
+print({name for name, spent in bus.account.snapshot().items() if spent.count} & {"data loading"})
+"""
+
+
+def test_the_end_of_a_loader_is_data_loading():
+    done = python("-c", LOADER, megatron=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "{'data loading'}"
+
+
 OF_OPTIMIZERS = """
 import pipefill_patches
 
