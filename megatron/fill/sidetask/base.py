@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron.fill.linux.files import write_text
-from megatron.fill.untrusted import to_json
+from megatron.fill.untrusted import MOST_JSON_BYTES, to_json
 
 RESULT = "result.json"  # in the job's folder
 
@@ -65,6 +65,8 @@ class TaskContext:
         """
         merged = self.result | values
         text = to_json(merged)
+        if (size := len(text.encode())) > MOST_JSON_BYTES:
+            raise ValueError(f"the results have {size} bytes; expected at most {MOST_JSON_BYTES}, and files for more")
         self.result = merged
         write_text(self.directory / RESULT, text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from megatron.fill.errors import TaskError
@@ -43,6 +44,7 @@ class TaskMachine:
         self.enter()
         self.call(self.task.init)
         self.enter()
+        self._check_next_node()
         self.state = TaskState.PAUSED
 
     def start(self) -> None:
@@ -51,9 +53,10 @@ class TaskMachine:
         self.state = TaskState.RUNNING
 
     def run_next_step(self) -> float:
-        """Run a step; return its work: StopIteration if nothing is left, TaskError if it returned something else."""
+        """Run a step; return its work: StopIteration if nothing is left, TaskError for another value or next node."""
         self._expect(TaskState.RUNNING, "run_next_step")
         work = self.call(self.task.run_next_step)
+        self._check_next_node()
         if work is None:
             return 1.0
         return _amount(work, "run_next_step() returned {}; expected the work done as a number, or None")
@@ -97,6 +100,12 @@ class TaskMachine:
         finally:
             if os.getpid() != self._pid:
                 end_forked(self.callback)
+
+    def _check_next_node(self) -> None:
+        node: Any = self.task.next_node
+        if not isinstance(node, Integral) or node < 0:
+            message = f"next_node is {reprlib.repr(node)} after {self.callback}()"
+            raise TaskError(f"{message}; expected the number of a kind of step, from 0")
 
     def _expect(self, state: TaskState, callback: str) -> None:
         if self.state is not state:

@@ -77,8 +77,9 @@ class Outcome:
         return Status(_STATES.get(self.cause, JobState.FAILED), self.cause, self.detail)
 
     def leave(self, log: StepLog) -> None:
-        """Leave the report in the step log, which needs no disk; a result that is too large is dropped."""
-        for outcome in (self, replace(self, result={})):
+        """Leave the report in the step log, which needs no disk; a result that is too large is left to its file."""
+        bounded = replace(self, detail=plain(self.detail))  # a message may be of any length
+        for outcome in (bounded, replace(bounded, result={})):
             with contextlib.suppress(ValueError, TypeError, RecursionError):  # a result that has no JSON form
                 word = to_json(asdict(outcome)).encode()
                 if len(word) <= MOST_WORD_BYTES:

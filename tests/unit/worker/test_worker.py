@@ -11,6 +11,7 @@ import pytest
 
 from megatron.fill.device.port import Limits
 from megatron.fill.errors import TaskError
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
@@ -116,6 +117,35 @@ def test_a_total_that_is_no_amount_fails_the_job_and_is_named(tmp_path):
     run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: True, StepDevice(preemptive=True))
     with pytest.raises(TaskError, match=r"total_work is \('many',\); expected a number, or None"):
         run.serve(machine, None)
+
+
+@pytest.mark.parametrize("given", ["a", -3, 1.5, None])
+def test_a_next_node_that_is_no_number_of_a_kind_fails_the_job_and_is_named(given):
+    machine = TaskMachine(Nonsense(), TaskContext("job", Path()))
+    machine.create({})
+    machine.init()
+    machine.start()
+    machine.task.next_node = given
+    named = rf"next_node is {given!r} after run_next_step\(\); expected the number of a kind of step, from 0"
+    with pytest.raises(TaskError, match=named):
+        machine.run_next_step()
+
+
+def test_an_error_with_a_text_of_megabytes_is_told_by_its_beginning():
+    log = StepLog(create_log())
+    Outcome(Cause.FAILED, "ValueError: " + "x" * 3_000_000).leave(log)
+    left = Outcome.left(log)
+    assert left is not None
+    assert left.cause is Cause.FAILED
+    assert left.detail.startswith("ValueError: xxx")
+
+
+def test_results_that_nobody_could_read_are_refused_where_they_are_reported(tmp_path):
+    context = TaskContext("job", tmp_path)
+    context.report(accuracy=0.5)
+    with pytest.raises(ValueError, match=r"results have 90000.. bytes; expected at most 8388608, and files for more"):
+        context.report(weights="x" * 9_000_000)
+    assert context.result == {"accuracy": 0.5}
 
 
 def test_an_error_without_a_text_is_told_by_its_kind(tmp_path, monkeypatch):
