@@ -33,10 +33,11 @@ class Saver:
     def load(self) -> None:
         """Restore the newest checkpoint, if there is one; errors as of ``checkpoint.load``."""
         self.log.resumable = self.machine.resumable
+        if checkpoint.exists(self.directory):
+            self.log.phase = WorkerPhase.LOAD  # to read it may take seconds, when torch is imported for it
         saved = checkpoint.load(self.directory)
         if saved is None:
             return
-        self.log.phase = WorkerPhase.LOAD
         self.machine.load(saved["task"])
         self.log.phase = WorkerPhase.CREATE
         self.log.base_work = saved["work_done"]

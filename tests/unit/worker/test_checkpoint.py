@@ -228,6 +228,22 @@ def test_a_task_is_saved_when_the_agent_wants_it_and_says_what_came_of_it(tmp_pa
     assert log.saving is Saving.FAILED
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_reading_a_checkpoint_is_no_time_of_create(tmp_path, monkeypatch, there):
+    task, log, saver = counter(tmp_path, 60)
+    log.phase = WorkerPhase.CREATE
+    if there:
+        step(task, log)
+        saver.save()
+        log.phase = WorkerPhase.CREATE
+    seen, load = [], checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda folder: seen.append(log.phase) or load(folder))
+    saver.load()
+    assert seen == [WorkerPhase.LOAD if there else WorkerPhase.CREATE]
+    assert log.phase is WorkerPhase.CREATE
+    assert ("load_state_dict()" in log.longest_ns) is there
+
+
 def test_a_task_that_has_no_state_after_all_says_so(tmp_path, monkeypatch):
     task, log, saver = counter(tmp_path, 60)
     monkeypatch.setattr(task, "state_dict", lambda: None)
