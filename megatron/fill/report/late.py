@@ -19,6 +19,7 @@ _ALL, _OTHERS = "all ranks", "other groups"
 # By name in the account: what the ranks of such a group have in common.
 _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
     "tensor group": lambda rank: (rank.stage, rank.data_parallel_rank, rank.context_parallel_rank),
+    "context group": lambda rank: (rank.stage, rank.data_parallel_rank, rank.tensor_parallel_rank),
     # Gradients are also reduced over the ranks of context parallelism.
     "data group": lambda rank: (rank.stage, rank.tensor_parallel_rank),
     _ALL: lambda _: (),
@@ -28,7 +29,7 @@ _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
 def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list[Late]:
     """Return the late ranks by what the others waited in, those that were waited for longest first.
 
-    Context and expert groups are left out.  Waits in other groups count in the pipeline: Megatron's own of these are
+    Expert groups are left out.  Waits in other groups count in the pipeline: Megatron's own of these are
     those of a model's ranks between iterations.
     """
     named = {one.rank: {its.name: its.time_s for its in one.times} for one in accounts if one.rank is not None}

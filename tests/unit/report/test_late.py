@@ -75,6 +75,19 @@ def test_a_stage_that_waited_for_its_replica_is_not_late_in_its_pipeline():
     ]
 
 
+def test_a_stage_that_waited_in_its_context_group_is_not_late_in_its_pipeline():
+    """Rank 3 computed longer: rank 1 waited for it in their context group, and the first stages in bubbles."""
+    slow = [
+        one.model_copy(update={"data_parallel_rank": 0, "context_parallel_rank": at // 2})
+        for at, one in enumerate(ranks({0: 20.0, 1: 0.0, 2: 20.0, 3: 0.0}, stages=2))
+    ]
+    accounts = [account(rank, "context group", time_s) for rank, time_s in enumerate((1.0, 23.0, 1.0, 3.0))]
+    assert late(slow, accounts) == [
+        Late(wait="context group", ranks=[3], others=1, late_s=20.0),
+        Late(wait="pipeline", ranks=[3], others=1, late_s=20.0),
+    ]
+
+
 def test_a_stage_that_waited_between_iterations_for_one_that_waited_for_its_replica_is_not_late():
     """Rank 1 stopped: rank 3 waited in its data group, and rank 2 for rank 3 after the iteration's last bubble."""
     stopped = ranks({0: 20.0, 1: 0.0, 2: 0.0, 3: 0.0}, stages=2)
