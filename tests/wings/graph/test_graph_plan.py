@@ -158,6 +158,10 @@ class TestConditions:
             (replace(VALID[0], in_flight=3), *VALID[1:]), "C4: stage 0 has 3 samples in flight; expected a multiple"
         )
 
+    def test_c4_number_of_passes(self, monkeypatch):
+        monkeypatch.setattr("megatron.fill.wings.graph.plan._MOST_PASSES", 23)
+        self.refused(VALID, "C4: an iteration has 24 passes; expected at most 23, by larger micro-batches")
+
     def test_c4_stages_that_wait_for_each_other(self):
         given = stages(
             ("a", 0, 1, 2), ("b", 1, 2, 4), ("c", 2, 4, 4)

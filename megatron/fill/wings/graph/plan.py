@@ -17,6 +17,7 @@ from megatron.fill.wings.graph.schedule import passes
 
 _HEAD = re.compile(r"graph plan of (.+): (\d+) samples, (\d+) stages?(, sequential)?")
 _AHEAD = "ahead: "
+_MOST_PASSES = 1 << 21  # of an iteration, as of one stage with the largest batch: its timeline takes 20 s, and 1.3 GB
 _LINE = re.compile(r"(\d+): devices (\S+), micro-batch (\d+), (\d+)F(\d+)B, in flight (\d+): (.+)")
 
 
@@ -236,6 +237,9 @@ class Plan:
                     f"C4: stage {number} has {stage.in_flight} samples in flight; expected a multiple of {size},"
                     f" at most {self.batch}"
                 )
+        count = sum(2 * (self.batch // stage.micro_batch) for stage in self.stages)
+        if count > _MOST_PASSES:
+            return f"C4: an iteration has {count:,} passes; expected at most {_MOST_PASSES:,}, by larger micro-batches"
         _, stuck = execution_order([[tuple(n for n, _ in entry) for entry in row] for row in self.needs])
         if stuck:
             places = ", ".join(f"stage {stage} at {self.passes(stage)[at]}" for stage, at in stuck[:5])
