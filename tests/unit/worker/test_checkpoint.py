@@ -237,7 +237,12 @@ def test_reading_a_checkpoint_is_no_time_of_create(tmp_path, monkeypatch, there)
         saver.save()
         log.phase = WorkerPhase.CREATE
     seen, load = [], checkpoint.load
-    monkeypatch.setattr(checkpoint, "load", lambda folder: seen.append(log.phase) or load(folder))
+
+    def noted(folder: Path) -> dict[str, Any] | None:
+        seen.append(log.phase)
+        return load(folder)
+
+    monkeypatch.setattr(checkpoint, "load", noted)
     saver.load()
     assert seen == [WorkerPhase.LOAD if there else WorkerPhase.CREATE]
     assert log.phase is WorkerPhase.CREATE
