@@ -205,6 +205,18 @@ def test_a_real_run_is_harvested_as_it_was():
     assert "Bubbles are 40.0% of all of the run's iterations; of the usual ones, which are repeated here, 25.0%" in said
 
 
+def test_a_run_without_jobs_is_no_run_to_scale_up():
+    run_of_two_ranks()
+    ranks = json.loads(Path("report.json").read_text())["cycle"]
+    Path("report.json").rename("b.json")
+    Path("b.json").write_text(json.dumps({"ranks": ranks}))
+    assert problem(None, "--from", ".").endswith(
+        "report.json: cannot be read: it is not there; expected the folder of a run with jobs, or its report.json; "
+        "other runs' bubbles.json is for CONFIG.yaml"
+    )
+    assert problem(None, "--from", "b.json").endswith("jobs is missing; expected a report.json of a run with jobs")
+
+
 def test_a_report_without_harvest_says_what_is_assumed():
     run_of_two_ranks()
     assert "assumed: all work of a plan is done" in run(None, "--from", "report.json")
@@ -216,6 +228,7 @@ def test_a_report_without_harvest_says_what_is_assumed():
         ("main_jobs/0/parallel/pp", 3, ["c.yaml, line 4", "main_jobs.0", "divisor of the model's 8 layers"]),
         ("main_jobs/0/parallel/pp", 16, ["main_jobs.0", "8 layers"]),
         ("main_jobs/0/parallel/global_batch", 30, ["main_jobs.0.parallel", "global_batch is 30"]),
+        ("main_jobs/0/parallel/global_batch", 800_000, ["main_jobs.0", "400,000 passes", "at most 200,000"]),
         ("main_jobs/0/gpu", "v100-16gb", ["main_jobs.0", "stage 0 needs", "16.00 GiB of v100-16gb"]),
         ("main_jobs/0/gpu", "v101", ["c.yaml, line 11", "main_jobs.0.gpu is 'v101'", "v100-16gb"]),
         ("main_jobs/0/parallel/stages", 2, ["c.yaml, line 19", "unknown field main_jobs.0.parallel.stages"]),

@@ -24,6 +24,7 @@ from megatron.fill.wings.configure.details import detailed
 from megatron.fill.wings.configure.flags import Training, counted_layers, in_flags
 from megatron.fill.wings.configure.overlap import expert_problem
 from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.order import MOST_PASSES
 from megatron.fill.wings.mainjob.parallel import Parallel
 
 _HELD = "recompute", "recomputed", "recompute_modules", "expert_tp", "embedding_is_layer", "loss_is_layer"
@@ -31,7 +32,6 @@ _CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divid
 _NO_CHUNKS = "virtual stages: several stages, and layers that divide among them"
 _NO_STAGES = "--num-layers is divided among the stages, but for the first and the last"
 _SLOWER = 0.25  # layers that the last rank may be slower: layers take longer than their operations, which tell of it
-_MOST_PASSES = 200_000  # of a replica: a timeline of as many takes ten seconds, and 350 MiB
 _MOST_MICROBATCH = 64  # samples; more fit no GPU with any sequence worth dividing
 
 
@@ -151,8 +151,8 @@ def _grouped(
     for chunk, found in splits.items():
         if not found:
             excluded[_NO_CHUNKS if chunk > 1 else _NO_STAGES] += 1
-        elif 2 * microbatches * pp * chunk > _MOST_PASSES:
-            excluded[f"a replica has at most {_MOST_PASSES:,} passes, two for each micro-batch and virtual stage"] += 1
+        elif 2 * microbatches * pp * chunk > MOST_PASSES:
+            excluded[f"a replica has at most {MOST_PASSES:,} passes, two for each micro-batch and virtual stage"] += 1
         elif chunk == 1:
             yield from ({"schedule": "1f1b", **split} for split in found)
         elif pp <= size <= microbatches and (rest == 0 or rest >= pp):

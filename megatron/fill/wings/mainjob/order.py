@@ -10,6 +10,8 @@ from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import V_SHAPED, make_schedule
 from megatron.fill.pipeline.torch_csv import load_csv
 
+MOST_PASSES = 200_000  # of a replica: a timeline of as many takes ten seconds, and 350 MiB
+
 
 def order_of(name: str, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None) -> Schedule:
     """Return a schedule with these counts.
@@ -20,10 +22,14 @@ def order_of(name: str, stages: int, microbatches: int, chunks: int = 1, group_s
 
     Raises:
         ConfigError: the file is not a schedule, or one with other counts.
-        ValueError: the name is unknown, or the schedule does not accept an argument.
+        ValueError: the name is unknown, the schedule does not accept an argument, or it has more than ``MOST_PASSES``.
     """
     path = Path(name)
     if not path.is_absolute():
+        passes = 2 * microbatches * stages * chunks
+        if passes > MOST_PASSES:
+            each = "two for each microbatch and virtual stage"
+            raise ValueError(f"a replica has {passes:,} passes, {each}; expected at most {MOST_PASSES:,}")
         return make_schedule(name, stages, microbatches, chunks, group_size)
     schedule = load_csv(path)
     for what, there, wanted in (

@@ -49,8 +49,8 @@ def simulate(
     """Simulate trainings, their bubbles, and the jobs in them, with PipeFill's own planner and scheduler.
 
     MAIN is the share of the devices' time in which trainings compute, FILL the share that the jobs' work would take on
-    such devices alone. With --from, jobs like each of the report's are always waiting, and bubbles are harvested as
-    they were in that run.
+    such devices alone. With --from, jobs like each of the report's that did steps wait always, and bubbles are
+    harvested as they were in that run.
 
     --json prints a list with an entry per simulation; docs/simulator.md explains its fields.
     """

@@ -63,9 +63,10 @@ def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml, list[st
     Raises:
         ConfigError: there is no such run, or it cannot be simulated.
     """
-    if not report.exists():
-        raise ConfigError(f"{report}: cannot be read: it is not there; expected a run's folder, or its report.json")
     report = report / REPORT if report.is_dir() else report
+    if not report.exists():
+        expected = "the folder of a run with jobs, or its report.json; other runs' bubbles.json is for CONFIG.yaml"
+        raise ConfigError(f"{report}: cannot be read: it is not there; expected {expected}")
     path = str(report.resolve())
     recorded: dict[str, Any] = {
         "duration": _WHAT_IF,

@@ -15,7 +15,7 @@ from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.wings.sim.recorded.groups import part_of
 from megatron.fill.wings.sim.values import FillKind, SimJob
 
-_REPORT = "a report.json"
+_REPORT = "a report.json of a run with jobs"
 _SEATS = 2  # per device: resident and tail
 _NOT_WITH_JOBS = (TimeUse.NO_JOB, TimeUse.NOT_KNOWN)
 
