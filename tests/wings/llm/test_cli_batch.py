@@ -96,8 +96,9 @@ def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_p
 
 
 @pytest.mark.parametrize("output", ["model", "in.jsonl/answers", "/proc/answers"])
-def test_an_output_that_cannot_be_written_is_said_before_the_job_is_there(pipefill, tmp_path, output):
-    status, _, err = pipefill("--output", output)
+@pytest.mark.parametrize("alone", [[], ["--alone"]])
+def test_an_output_that_cannot_be_written_is_said_before_anything_begins(pipefill, tmp_path, output, alone):
+    status, _, err = pipefill("--output", output, *alone)
     assert status == 2
     assert f"--output {output}: cannot be written" in err
     assert not (tmp_path / "run").exists()

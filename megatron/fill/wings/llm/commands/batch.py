@@ -95,6 +95,7 @@ def batch(
     if draft:
         args["draft"] = [str(folder.resolve()) for folder in draft]
     written = output or requests.with_name(f"{requests.stem}.{_ANSWERS}")
+    check_writable("--output", written)
     if alone:
         for option, given in (("--watch", watch), ("--name", name is not None)):
             if given:
@@ -110,7 +111,6 @@ def batch(
     for option, value in (("--batch-size", batch_size), ("--device", device)):
         if value is not None:
             raise ConfigError(f"{option} is {value}: expected --alone with it")
-    check_writable("--output", written)
     called = name or f"{requests.stem}-{sha256(requests.read_bytes() + repr(args).encode()).hexdigest()[:8]}"
     if not as_json:
         _introduce(requests, len(lines), refused)
