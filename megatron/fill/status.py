@@ -84,6 +84,7 @@ class Cause(_Told):
     AGENT_LOST = "agent-lost", "its agent is gone; it goes on when a training serves its store again"
     AGENT_KILLED = "agent-killed", "its agent was killed; it goes back to the queue when the lease ends"
     ELSEWHERE = "elsewhere", "another run has it: {}"
+    AFTER = "after", "it begins after {}"
     NO_RANK_FREE = "no-rank-free", "no rank has been free for it"
     NOT_SUBMITTED = "not-submitted", "it was not submitted; the agents' logs say why"
     UNKNOWN = "unknown", "no agent had it; pipefill list tells where it is now"  # neither the records nor the store do

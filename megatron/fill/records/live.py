@@ -102,6 +102,11 @@ class LiveRank:
     samples: Samples = field(default_factory=Samples)  # its sampled iterations
 
     @property
+    def pipeline_ns(self) -> int:
+        """The duration of the pipeline's bubbles in ns: without those of saves, data and groups, as in the report."""
+        return sum(self.bubble_ns[kind] for kind in PIPELINE_KINDS)
+
+    @property
     def settling(self) -> tuple[int, int]:
         """The part of ``fillable_ns`` before jobs had settled, and the number of the last bubble then; -1 for none."""
         its = [its for iteration, its in self.first_filled.items() if iteration <= self.settled_after]
@@ -251,8 +256,8 @@ class LiveSegment:
     @property
     def bubble_share(self) -> float:
         """Bubble time of the pipeline over iteration time, of all ranks; NaN if unknown."""
-        bubbles = sum(rank.bubble_ns[kind] for rank in self.ranks.values() for kind in PIPELINE_KINDS)
-        return _ratio(bubbles, sum(rank.iteration_ns for rank in self.ranks.values()))
+        its = self.ranks.values()
+        return _ratio(sum(rank.pipeline_ns for rank in its), sum(rank.iteration_ns for rank in its))
 
     @property
     def harvest_ratio(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.fill.errors import JobError, StoreError
 from megatron.fill.status import Cause, JobState, Status
-from megatron.fill.store import open_store
+from megatron.fill.store import JobStore, open_store
 from megatron.fill.store.values import Job
 from megatron.fill.types import JobRecord
 
@@ -27,7 +27,7 @@ def current_states(where: str, run_dir: Path, going: bool, names: Collection[str
             now_s = store.now_s()
             for name in names:
                 try:
-                    found[name] = _record(store.find(name), run_dir, going, now_s)
+                    found[name] = _record(store, store.find(name), run_dir, going, now_s)
                 except JobError:
                     found[name] = JobRecord(name, "", Status(JobState.QUEUED, Cause.NOT_SUBMITTED), 0.0, "")
     except StoreError as error:
@@ -36,12 +36,15 @@ def current_states(where: str, run_dir: Path, going: bool, names: Collection[str
     return found
 
 
-def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
+def _record(store: JobStore, job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
     status = job.status
     if job.state is JobState.RUNNING:
         status = _held_by(job, run_dir, going, now_s)
     elif status == Status(JobState.QUEUED):
-        status = Status(JobState.QUEUED, Cause.NO_RANK_FREE)
+        firsts = sorted(store.states(job.work.after).items())
+        rest = [f"{name} ({state})" for name, state in firsts if state is not JobState.SUCCEEDED]
+        more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+        status = Status(JobState.QUEUED, Cause.AFTER if rest else Cause.NO_RANK_FREE, "".join(rest[:1]) + more)
     return JobRecord(job.name, job.work.what, status, 0.0, job.progress.unit, directory=job.directory)
 
 

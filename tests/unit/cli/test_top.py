@@ -21,9 +21,10 @@ from megatron.fill.records.rank import rank_file
 from megatron.fill.records.segment import begin_segment, read_segments
 from megatron.fill.status import JobState, Status
 from megatron.fill.store import open_store
+from megatron.fill.types import BubbleKind
 from megatron.fill.work import NewJob, Work
 from tests.support.segments import write_rank, write_segment
-from tests.support.synthetic import synthetic_run
+from tests.support.synthetic import report_of, synthetic_run
 from tests.support.waiting import until
 
 PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()", "top"]
@@ -155,6 +156,16 @@ def test_after_the_training_it_shows_the_jobs_that_go_on_without_it(run, capsys)
     ControlPage.create(0).announce(run)
     Console(width=80).print(view.draw())
     assert f"RUNNING {name}" in capsys.readouterr().out
+
+
+def test_the_bubbles_of_a_rank_are_the_pipelines(run, capsys):
+    (first, other), _, _ = synthetic_run()
+    last = first.bubbles[-1]
+    save = replace(last, kind=BubbleKind.SAVE, index=-1, end_ns=last.start_ns + 3600 * 10**9)
+    write_rank(rank_file(read_segments(run)[-1].folder, 0), replace(first, bubbles=[*first.bubbles, save]))
+    Console(width=80).print(_View(run).draw())
+    share = next(rank for rank in report_of([first, other], [], []).ranks if rank.rank == 0).bubble_share
+    assert f" {share:.0%} " in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("   0"))
 
 
 def test_a_low_terminal_shows_fewer_ranks_and_its_foot(run, capsys):

@@ -37,15 +37,17 @@ def test_of_each_job_its_state_and_why(store, tmp_path):
     held(store, "elsewhere", other)
     store.submit([NewJob("waits", WORK), NewJob("long", Work(command=("sleep", "9")))])
     store.note(store.find("long").id, Status(JobState.QUEUED, detail="does not fit rank 0"))
+    store.submit([NewJob("last", Work("m:C", after=("long", "waits")))])
     held(store, "lost", mine, 0.001)
     time.sleep(0.01)
-    names = ["killed", "elsewhere", "waits", "long", "lost", "never"]
+    names = ["killed", "elsewhere", "waits", "long", "last", "lost", "never"]
     found = current_states(str(tmp_path / "jobs.db"), mine, False, names)
     assert {name: (its.state, its.reason) for name, its in found.items()} == {
         "killed": (JobState.RUNNING, "its agent was killed; it goes back to the queue when the lease ends"),
         "elsewhere": (JobState.RUNNING, f"another run has it: rank 1 of {other} on host"),
         "waits": (JobState.QUEUED, "no rank has been free for it"),
         "long": (JobState.QUEUED, "does not fit rank 0"),
+        "last": (JobState.QUEUED, "it begins after long (QUEUED) and 1 more"),
         "lost": (JobState.RUNNING, "its agent is gone; it goes on when a training serves its store again"),
         "never": (JobState.QUEUED, "it was not submitted; the agents' logs say why"),
     }
