@@ -334,6 +334,7 @@ def main() -> None:
     host.adopt_orphans()
     host.die_with_parent(int(guard), signal.SIGTERM)
     agent.run()
+    sys.exit(agent.context.dismissed)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ class AgentContext:
             return Cause.TRAINING_ENDED
         return Cause.KEEPER_DIED if self.guard == self.spec.parent else Cause.WARDEN_DIED
 
+    @property
+    def dismissed(self) -> bool:
+        """True if this agent got SIGTERM and its guard lives: unless the rank ends, another agent is to follow."""
+        return self.orphaned.is_set() and not self.gate.ended and self.guard == os.getppid()
+
     def limits(self, job: Job) -> Limits:
         """Return the limits of a worker for this job; NotStarted if there is too little memory for it now."""
         return replace(self.spec.limits, memory_bytes=self.memory.cap(job.work.memory_bytes, self.board.read()))

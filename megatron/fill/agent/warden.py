@@ -1,9 +1,10 @@
 """The warden: a small process between a rank and its agent (``python -m megatron.fill.agent.warden SPEC``).
 
-An agent that dies is replaced, one that was stopped is continued, and processes that its workers leave behind are ended
-(the warden adopts them once the agent has died).  With ``--fill-between`` it also starts a keeper when its agent has
-ended, and until then has a new rank wait for the jobs of its own, dead one.  It does nothing else, so that little in it
-can fail.  If it dies anyway, agent and workers die with it, and the rank continues to train without filling.
+An agent that dies, also by SIGTERM, is replaced, one that was stopped is continued, and processes that its workers
+leave behind are ended (the warden adopts them once the agent has died).  With ``--fill-between`` it also starts a
+keeper when its agent has ended, and until then has a new rank wait for the jobs of its own, dead one.  It does nothing
+else, so that little in it can fail.  If it dies anyway, agent and workers die with it, and the rank continues to train
+without filling.
 """
 
 from __future__ import annotations

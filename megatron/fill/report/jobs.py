@@ -35,7 +35,7 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
         merged[job.name, job.directory] = job if before is None else _sum(before, job), its
     known = {name for name, _ in merged}
     missing = list(dict.fromkeys(name for segment in segments for name in segment.jobs if name not in known))
-    open_ended = {job.name for job, _ in merged.values() if job.status == _CUT}
+    open_ended = {job.name for job, _ in merged.values() if _is_open(job)}
     told = ask([*missing, *open_ended]) if missing or open_ended else {}
     reports = [_job(_corrected(job, told), its) for job, its in merged.values()]
     return reports + [_job(told.get(name) or JobRecord(name, "", _UNKNOWN, 0.0, ""), []) for name in missing]
@@ -47,10 +47,15 @@ def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
     return replace(job, **sums)
 
 
+def _is_open(job: JobRecord) -> bool:
+    """True if the job's agent died first, or could not tell the store its end, which may have been done again since."""
+    return job.status == _CUT or job.status.unheard
+
+
 def _corrected(job: JobRecord, told: Mapping[str, JobRecord]) -> JobRecord:
-    """Return the record with the store's state and reason if its agent died first and the store has the same job."""
+    """Return the record with the store's state and reason if its end is open and the store has the same job."""
     now = told.get(job.name)
-    if job.status != _CUT or now is None or now.directory != job.directory:
+    if not _is_open(job) or now is None or now.directory != job.directory:
         return job
     return replace(job, status=now.status)
 

@@ -270,6 +270,16 @@ def test_that_the_rank_has_died_is_not_said_of_its_agents_warden_or_keeper(bench
     assert replace(context, guard=gone, spec=replace(context.spec, parent=gone)).over is Cause.KEEPER_DIED
 
 
+def test_an_agent_that_alone_is_to_end_is_followed_by_another(bench):
+    context = replace(bench.post.context, guard=os.getppid())
+    assert not context.dismissed
+    context.orphaned.set()
+    assert context.dismissed
+    assert not replace(context, guard=os.getpid()).dismissed  # its guard has died
+    bench.post.gate.end()
+    assert not context.dismissed
+
+
 def test_why_a_worker_must_go(bench):
     run = bench.run()
     look = run._worker.requests.look

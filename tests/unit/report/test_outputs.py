@@ -21,7 +21,7 @@ from megatron.fill.report.schema import AccountReport, NamedTime
 from megatron.fill.report.timeline import draw_timeline, join, subtract
 from megatron.fill.report.trace import write_trace
 from megatron.fill.report.window import Shown, choose_window, near
-from megatron.fill.status import Status
+from megatron.fill.status import Cause, Status
 from megatron.fill.types import CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
 from tests.support.segments import write_segment
 from tests.support.synthetic import LAST, MS, START_NS, is_filling, report_of, synthetic_run
@@ -366,6 +366,15 @@ def test_the_store_tells_where_a_job_is_that_was_cut_off(tmp_path: Path) -> None
         ).jobs
         assert one.state is expected
         assert one.work_done == job.work_done
+
+
+def test_the_store_tells_what_became_of_a_job_whose_end_it_did_not_hear(tmp_path: Path) -> None:
+    ranks, workers, jobs = synthetic_run()
+    job = replace(jobs[0], status=Status(JobState.SUCCEEDED, Cause.FINISHED, unheard=True))
+    write_segment(tmp_path, ranks, [(job, workers[0])])
+    again = replace(job, status=Status(JobState.QUEUED, Cause.TRAINING_ENDED))
+    assert compose(tmp_path, lambda names: {}).jobs[0].state is JobState.SUCCEEDED
+    assert compose(tmp_path, lambda names: dict.fromkeys(names, again)).jobs[0].state is JobState.QUEUED
 
 
 def test_a_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
