@@ -26,6 +26,8 @@ def shown(value: object) -> str:
 _WORDS = {  # replacements of pydantic's messages that speak of Python types
     **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type", "dict_type"), "expected a mapping"),
     **dict.fromkeys(("list_type", "tuple_type"), "expected a list"),
+    "too_short": "expected at least one",
+    "path_type": "expected the path of a file",
     "string_type": "expected text; in quotes, if it looks like a number or a switch",
 }
 

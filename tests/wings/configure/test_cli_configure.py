@@ -210,6 +210,7 @@ def test_jobs_of_a_file_fill(folder):
         ({"gpu": "abacus"}, "gpu is 'abacus': expected one of v100-16gb"),
         ({"measured": "net.json"}, "expected exactly one of network and measured"),
         ({"gpux": 1}, "unknown field gpux"),
+        ({"measured": 3}, "measured is 3: expected the path of a file"),
         ({"nodes": True}, "c.yaml, line 4: nodes is True: expected a number"),
         ({"efficiency": True}, "efficiency is True: expected a number"),
         ({"gpu": OWN | {"peak_flops": 1e-300}}, r"gpu: peak_flops is 1e-300; expected 1e\+06 to 1e\+30 per second"),

@@ -220,6 +220,18 @@ def test_when_to_measure_again(factor, days):
     assert again_days(NETWORK, new, drifts(NETWORK, new)) == pytest.approx(days)
 
 
+@pytest.mark.parametrize(("hour", "again"), [(12, "1.2 hours"), (1, "5.9 minutes")])
+def test_when_to_measure_again_has_a_readable_unit(tmp_path, capsys, monkeypatch, hour, again):
+    monkeypatch.setenv("COLUMNS", "80")
+    NETWORK.save(tmp_path / "old.json")
+    new = replace(later(0, 2.04), measured_at=f"2026-01-01T{hour:02}:00:00+00:00")
+    new.save(tmp_path / "new.json")
+    command.network(measured=tmp_path / "new.json", compare=tmp_path / "old.json")
+    said = capsys.readouterr().out
+    assert f"Measure again in {again}: before a link changes" in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
 def test_what_cannot_be_compared_is_refused():
     new = later(5, 1.0)
     with pytest.raises(ConfigError, match="one was measured over gloo, the other over nccl"):

@@ -237,7 +237,7 @@ def test_a_report_without_harvest_says_what_is_assumed():
         ("main_jobs/0/network", ..., ["main_jobs.0", "network is missing"]),
         ("main_jobs/0/stragglers", {2: 1.5}, ["main_jobs.0", "stragglers has 2: 1.5", "below 2"]),
         ("main_jobs/0/end", "0s", ["main_jobs.0", "end is 0 s"]),
-        ("main_jobs", [], ["main_jobs"]),
+        ("main_jobs", [], ["main_jobs is []: expected at least one"]),
         ("duration", "2 weeks", ["c.yaml, line 1", "duration is '2 weeks'", "2h"]),
         ("duration", 0, ["duration is 0"]),
         ("fill/generate", ..., ["fill", "exactly one of trace, jobs, store, generate, saturate"]),

@@ -75,7 +75,7 @@ class Cluster(BaseModel):
         gpu = info.data.get("gpu")  # None if it is wrong itself
         memory = info.data.get("memory") or (gpu and gpu.memory_bytes)
         if memory is not None and reserve >= memory:
-            raise ValueError(f"expected less than the memory of a GPU, {memory / GIB:.4g} GiB")
+            raise ValueError(f"expected less than the memory of a GPU, {memory / GIB:.4g} GiB; by default 2GiB")
         return reserve
 
     @model_validator(mode="after")

@@ -155,7 +155,9 @@ def _print_drift(old: Network, new: Network) -> None:
     console = Console(highlight=False)
     console.print(table)
     drifted = sum(one.surely > LIMIT for one in found)
-    console.print(f"{drifted} of {len(found)} links have changed by more than {LIMIT:.0%} beyond their spread", end="")
-    console.print(": choose configuration and order of ranks again" if drifted else "")
-    again = counted(float(f"{days:.2g}"), "day")
+    text = f"{drifted} of {len(found)} links have changed by more than {LIMIT:.0%} beyond their spread"
+    console.print(text + (": choose configuration and order of ranks again" if drifted else ""))
+    units = (1, "day"), (24, "hour"), (1440, "minute"), (86400, "second")
+    per_day, unit = next((one for one in units if days * one[0] >= 1), units[-1])
+    again = counted(float(f"{days * per_day:.2g}"), unit)
     console.print(f"Measure again in {again}: before a link changes by {LIMIT:.0%} at the rate of the fastest")
