@@ -144,10 +144,16 @@ def test_flash_attention_keeps_statistics_in_the_place_of_scores():
     assert kept_bytes(layer_tape(rotated, ONE)) == kept_bytes(layer_tape(cudnn, ONE)) + 2 * output
 
 
-def test_a_softmax_that_is_not_fused_keeps_single_precision():
-    plain = replace(GPT, kernels=Kernels(fused_softmax=False))
+def test_a_softmax_in_single_precision_keeps_it_if_it_is_not_fused():
+    wide = ["--transformer-impl", "local", "--attention-softmax-in-fp32"]
+    assert not detailed(GPT, wide).kernels.wide_softmax
+    assert not detailed(GPT, ["--transformer-impl", "local", "--no-masked-softmax-fusion"]).kernels.wide_softmax
+    plain = replace(GPT, kernels=Kernels(wide_softmax=True))
+    assert detailed(GPT, [*wide, "--no-masked-softmax-fusion"]).kernels.wide_softmax
     scores = 2 * GPT.heads * GPT.sequence**2
     assert kept_bytes(layer_tape(plain, ONE)) == kept_bytes(layer_tape(GPT, ONE)) + scores
+    whole, wide = (replace(one, attention_dropout=False) for one in (GPT, plain))  # the mixture has a copy of its own
+    assert kept_bytes(layer_tape(wide, ONE)) == kept_bytes(layer_tape(whole, ONE)) + 2 * scores
 
 
 def test_the_loss_and_deferred_gradients_are_on_the_last_stage():

@@ -10,6 +10,7 @@ from megatron.fill.wings.mainjob.kernels import Kernels, Overlaps
 from megatron.fill.wings.mainjob.model import ModelSpec
 
 _MOST_HEAD = 256  # channels of a head that flash attention takes
+_SINGLE = "--attention-softmax-in-fp32", "--apply-query-key-layer-scaling"  # the latter brings the former
 
 type Given = Mapping[str, list[str] | None]  # values of each flag
 
@@ -62,7 +63,8 @@ def _kernels(model: ModelSpec, given: Given) -> Kernels:
     return Kernels(
         transformer_engine=engine,
         flash=flash,
-        fused_softmax="--no-masked-softmax-fusion" not in given,
+        fused_softmax=engine or "--no-masked-softmax-fusion" not in given,
+        wide_softmax=not engine and "--no-masked-softmax-fusion" in given and not given.keys().isdisjoint(_SINGLE),
         turned=flash and backend != "fused" and model.latent is None,  # its heads are of two widths: cuDNN's
         masked="--no-create-attention-mask-in-dataloader" not in given,
         fused_loss=fused_loss and not engine_loss,

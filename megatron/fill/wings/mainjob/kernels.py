@@ -27,7 +27,8 @@ class Kernels:
     Attributes:
         transformer_engine: True for Transformer Engine's layers.
         flash: True if attention keeps its softmax's statistics and no scores.
-        fused_softmax: True if unfused attention's softmax takes scores in the precision that they have.
+        fused_softmax: True if unfused attention scales and masks scores in its softmax.
+        wide_softmax: True if its softmax takes and keeps scores in single precision.
         turned: True if attention's output is copied into the layers' order, and kept twice, as FlashAttention's library
             does for more than one sample.
         masked: True if the data loader makes a causal mask for each microbatch.
@@ -60,6 +61,7 @@ class Kernels:
     transformer_engine: bool = False
     flash: bool = False
     fused_softmax: bool = True
+    wide_softmax: bool = False
     turned: bool = False
     masked: bool = True
     fused_loss: bool = False

@@ -146,7 +146,7 @@ def _core(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> tu
             given = projected + (size.query + keys) * rotated
             plain = projected if _is_turned(model, its) else given
         return given, [Step("split", plain, 2 * projected), *_flash(model, its, size)]
-    softmax = size.scores * (1 if model.kernels.fused_softmax else 4 / its.precision.weight_bytes)
+    softmax = size.scores * (4 / its.precision.weight_bytes if model.kernels.wide_softmax else 1)
     unfused = _unfused(model, size, repeated, mask_bytes, softmax)
     return given, [Step("split", plain, 2 * projected + repeated), *unfused]
 
@@ -177,16 +177,18 @@ def _again(output_bytes: float) -> float:
 def _unfused(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float, softmax: float) -> list[Step]:
     """Return the operations of unfused attention: from query, keys and values to their mixture.
 
-    Scores are masked in place, in a view, for which autograd copies their gradient twice.
+    Scores are masked in place, in a view, for which autograd copies their gradient twice; those in single precision are
+    no view.  Their probabilities are copied, so that the mixture keeps its own.
     """
+    copied = model.attention_dropout or softmax > size.scores
     per_head = repeated or size.keys
     values = per_head * model.value_head / (model.head + model.value_head)
     return [
         Step("product", repeated, size.query + size.mixed + per_head + size.scores),
         Step("causal mask", mask_bytes, values + 4 * size.scores),
-        Step("softmax", softmax, values + 2 * size.scores),
+        Step("softmax", softmax, values + 2 * softmax),
         Step("dropout", size.score_mask, values + 2 * size.scores),
-        Step("mixture", size.scores if model.attention_dropout else 0.0, 2 * size.mixed + size.scores),
+        Step("mixture", size.scores if copied else 0.0, 2 * size.mixed + size.scores),
     ]
 
 
