@@ -363,6 +363,23 @@ def test_fewer_query_groups_than_tensor_parallel_ranks_are_taken():
         pays("--", *layout, "3", "--num-attention-heads", "12", "--hidden-size", "1536")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--seq-length 255 --tensor-model-parallel-size 2 --sequence-parallel", "--seq-length 255: expected that with"),
+        ("--global-batch-size 15", "with --global-batch-size 15: expected that --global-batch-size is a multiple"),
+        ("--ffn-hidden-size 511 --tensor-model-parallel-size 2", "shared experts: 8, 8, 511 and 0"),
+        (
+            "--global-batch-size 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            "with --global-batch-size 4, --pipeline-model-parallel-size 2: expected that virtual stages have groups",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_go_is_told_with_its_values(flags, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        pays("--gpus", "8", "--", *FLAGS.split(), *flags.split())
+
+
 def test_flags_that_are_not_weighed_are_named():
     for command in (["configure", "c.yaml", "--top", "1"], ["pays", "--gpus", "8"]):
         run("--top", "1")

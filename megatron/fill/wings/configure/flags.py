@@ -181,6 +181,10 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             f"{_MODULES} has mlp: expected --disable-bias-linear with it, as the backward pass of an MLP that is "
             "computed again and has biases never ends in Megatron"
         )
+    if "stage_layers" in fixed:
+        _check_layout(fixed, fields["layers"])
+        if later != fields.get("predicted", 0):
+            raise ConfigError(f"{_LAYOUT_TEXT} has {later} m: expected --mtp-num-layers, {fields.get('predicted', 0)}")
     if "chunk_layers" in fixed:
         if not fixed.keys().isdisjoint(_ENDS.values()):
             raise ConfigError(
@@ -196,10 +200,6 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
                 "it, and both to divide --num-layers, with embedding and loss where they count as layers"
             )
         fixed["chunks"] = counted // (stages * per_chunk)
-    if "stage_layers" in fixed:
-        _check_layout(fixed, fields["layers"])
-        if later != fields.get("predicted", 0):
-            raise ConfigError(f"{_LAYOUT_TEXT} has {later} m: expected --mtp-num-layers, {fields.get('predicted', 0)}")
     try:
         model = ModelSpec(
             **fields,
@@ -302,9 +302,10 @@ def _check_layout(fixed: dict[str, Any], layers: int) -> None:
         )
     if sum(counts) != layers:
         raise ConfigError(f"{_LAYOUT_TEXT} has {sum(counts)} layers: expected --num-layers, {layers}")
-    others = {"chunks", "embedding_is_layer", "loss_is_layer", "first_layers", "last_layers"} & fixed.keys()
-    if others:
-        raise ConfigError(f"{_LAYOUT_TEXT} with another flag that divides the layers: expected one of them")
+    dividing = {"chunks", "chunk_layers", "embedding_is_layer", "loss_is_layer", *_ENDS.values()} & fixed.keys()
+    for flag, name in (_LAYOUT | _ENDS | _SWITCHES).items():
+        if name in dividing:
+            raise ConfigError(f"{_LAYOUT_TEXT} with {flag}, which divides the layers too: expected one of them")
     fixed["chunks"] = len(counts) // stages
 
 
@@ -328,6 +329,15 @@ def in_flags(problem: str) -> str:
     names = "|".join(_FIELDS)
     named = rf"\b({names})(?= is )|(?<=divisor of )({names})(?=,)|(?<=model's )({names})(?=,)"
     return re.sub(named, lambda its: _FIELDS[its[0]], problem)
+
+
+def with_values(training: Training, text: str) -> str:
+    """Return the flags that a text names, each with its value in a training; "" if none has one."""
+    held = dict(pairs(training.others)) | {
+        _FIELDS[its]: [str(size)] for its, size in training.fixed.items() if its in _FIELDS
+    }
+    named = dict.fromkeys(re.findall("--[a-z-]+", text))
+    return ", ".join(f"{flag} {' '.join(held[flag] or ())}" for flag in named if held.get(flag))
 
 
 def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:

@@ -19,7 +19,7 @@ from megatron.fill.pipeline.timeline import Timeline
 from megatron.fill.profiles import BubbleCycle
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.correction import Correction
-from megatron.fill.wings.configure.flags import Training, layout_flags, pairs
+from megatron.fill.wings.configure.flags import Training, layout_flags, pairs, with_values
 from megatron.fill.wings.configure.latency import Iteration, bound_ns, iteration, timeline
 from megatron.fill.wings.configure.layout import Layout, lay_out
 from megatron.fill.wings.configure.links import Links
@@ -320,7 +320,9 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str]) -> str:
         )
     if excluded.total() == 1:
         (reason,) = excluded
-        expected = "" if "expected" in reason else "expected that "
-        return f"this layout does not go on {where}: {expected}{reason}"
+        if "expected" in reason:
+            return f"this layout does not go on {where}: {reason}"
+        given = with_values(evaluator.training, reason)
+        return f"this layout does not go on {where}{given and f' with {given}'}: expected that {reason}"
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

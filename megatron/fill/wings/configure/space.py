@@ -29,7 +29,11 @@ from megatron.fill.wings.mainjob.parallel import Parallel
 
 _HELD = "recompute", "recomputed", "recompute_modules", "expert_tp", "embedding_is_layer", "loss_is_layer"
 _CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divide among the stages
-_NO_CHUNKS = "virtual stages: several stages, and layers that divide among them"
+_NO_CHUNKS = "with virtual stages, --pipeline-model-parallel-size is above 1, and --num-layers divides among them"
+_GROUPS = (
+    "virtual stages have groups of micro-batches (--global-batch-size, "
+    "--microbatch-group-size-per-virtual-pipeline-stage) of at least --pipeline-model-parallel-size"
+)
 _NO_STAGES = "--num-layers is divided among the stages, but for the first and the last"
 _SLOWER = 0.25  # layers that the last rank may be slower: layers take longer than their operations, which tell of it
 _MOST_MICROBATCH = 64  # samples; more fit no GPU with any sequence worth dividing
@@ -159,7 +163,7 @@ def _grouped(
             its = {"schedule": "interleaved", "chunks": chunk, "group_size": fixed.get("group_size")}
             yield from (its | split for split in found)
         else:
-            excluded["virtual stages: micro-batches in groups that have at least as many as there are stages"] += 1
+            excluded[_GROUPS] += 1
 
 
 def _last_layers(model: ModelSpec) -> float:
@@ -212,7 +216,10 @@ def _tensor_problem(model: ModelSpec, tp: int, cp: int, divided: bool, gpus: int
     if tp > gpus_per_node or gpus % tp:
         return "--tensor-model-parallel-size stays inside a node and divides the GPUs"
     if model.heads % tp or (model.groups % tp and tp % model.groups) or model.ffn % tp or model.shared_width % tp:
-        return "--tensor-model-parallel-size divides heads, query groups and the width of MLP and shared experts"
+        return (
+            "--tensor-model-parallel-size divides heads, query groups and the width of MLP and shared experts: "
+            f"{model.heads}, {model.groups}, {model.ffn} and {model.shared_width}"
+        )
     if gpus % (tp * cp) or (cp > 1 and model.sequence % (2 * cp)):
         return "--context-parallel-size divides the GPUs and half of --seq-length"
     if divided and model.sequence % (cp * tp):
