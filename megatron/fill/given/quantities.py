@@ -19,6 +19,13 @@ _FAR_S = 1e12  # seconds since the epoch, after the year 9999
 _DEAR = 1e9  # largest price of an hour
 
 
+def no_switch(value: object) -> object:
+    """Return the value; ValueError if it is true or false, which pydantic reads as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
 def parse_bytes(value: object) -> int:
     """Parse a size: ``2GiB``, ``512 MB`` or a plain number of bytes; ValueError unless from 1 to 1 EiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))

@@ -95,6 +95,7 @@ def test_a_model_of_a_yaml_file():
             "line 4: operators.0.parameters is -1: expected greater than or equal",
         ),
         ("kept_bytes: 3 MB", "kept_bytes: 3 apples", "line 4: operators.0.kept_bytes is '3 apples': expected a size"),
+        ("forward_s: 1e-3", "forward_s: true", "line 5: operators.1.forward_s is True: expected a number"),
         ("forward_s: 1e-3", "forwards: 1", "line 5: unknown field operators.1.forwards; expected one of name, inputs"),
         (
             "[vision, audio]",

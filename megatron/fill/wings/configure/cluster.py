@@ -21,23 +21,15 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.presets import preset
 from megatron.fill.given.problems import Place, explain, shown
-from megatron.fill.given.quantities import parse_bytes
+from megatron.fill.given.quantities import no_switch, parse_bytes
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.network import Network
 from megatron.fill.wings.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 
 _SLOWEST = 1e6  # bytes per second of a network
-
-
-def _no_switch(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
-_Whole = Annotated[int, BeforeValidator(_no_switch)]  # pydantic reads ``true`` as 1
-_Real = Annotated[float, BeforeValidator(_no_switch)]
+_Whole = Annotated[int, BeforeValidator(no_switch)]
+_Real = Annotated[float, BeforeValidator(no_switch)]
 
 
 class Cluster(BaseModel):

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field
 
 from megatron.fill.errors import GraphError
-from megatron.fill.given.quantities import parse_bytes
+from megatron.fill.given.quantities import no_switch, parse_bytes
 
 _NAME = re.compile(r"[^\s:]+")
 
@@ -22,7 +22,7 @@ def _bytes(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # checked in a file
+Number = Annotated[float, BeforeValidator(no_switch), Field(ge=0, allow_inf_nan=False)]  # checked in a file
 Size = Annotated[Number, BeforeValidator(_bytes)]
 
 
@@ -38,7 +38,7 @@ class Operator:
     # Measured seconds of the forward pass, which replace the estimate from operations and traffic.
     forward_s: Number | None = None
     backward_s: Number | None = None  # measured seconds of the backward pass; None for twice the forward pass's
-    parameters: Annotated[int, Field(ge=0)] = 0  # number of parameters
+    parameters: Annotated[int, BeforeValidator(no_switch), Field(ge=0)] = 0  # number of parameters
     lookup: bool = False  # True if its parameters are looked up, as in an embedding: a pass does not read all of them
     frozen: bool = False  # True if its parameters are not trained, so it has no backward pass
     moved_bytes: Size = 0.0  # memory traffic of the forward pass in addition to parameters, inputs and output
