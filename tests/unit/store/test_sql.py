@@ -193,7 +193,7 @@ class TestOpening:
         store.submit([job()])
         store._engine.dispose()  # the connections, as after a while without use
         path.rename(away)
-        with pytest.raises(StoreError, match="unable to open database file"):
+        with pytest.raises(StoreError, match="file; expected a database in a folder that can be written"):
             store.list()
         assert not path.exists()
         away.rename(path)
