@@ -56,8 +56,9 @@ done
     refuse "$ranks ranks per node, but SLURM gave $cpus CPUs on a node; expected sbatch --cpus-per-task $ranks" \
         "(for one task per node), --exclusive, or a smaller RANKS"
 
-# This script runs on the first node.  SLURM's name of it need not be one that others can look up; its address is.
-MASTER_ADDR=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+# Rank 0 runs on the first node.  SLURM's name of it need not be one that others can look up; its address is.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 # Below the ports that the kernel gives away, and another one for every job on a node.
 port=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 while [ -z "${MASTER_PORT:-}" ] && (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do

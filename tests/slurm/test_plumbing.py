@@ -216,6 +216,12 @@ def test_ranks_are_bound_to_cores_of_their_own(tmp_path, place):
         assert not first & second
 
 
+def test_it_trains_in_an_allocation_of_salloc(slurm, place):
+    given = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    slurm.call("salloc", "-N", "2", "-c", "2", "bash", SCRIPT, "1", cwd=place, **given)
+    assert [told(place, rank)[0]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
+
+
 def test_more_flags_reach_srun(slurm, submit, place):
     job = submit("1", SRUN_FLAGS="--label --export=ALL,MARK=here")
     assert slurm.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", output(place, job)
