@@ -88,6 +88,7 @@ def test_the_table_has_the_best_in_80_columns(folder):
             ["--recompute-granularity", "full", "--recompute-method", "uniform"],
             "is full without --recompute-num-layers; expected both",
         ),
+        (["--hidden-size", "65536"], "this layout does not fit 1 x a100-80gb: it needs "),
     ],
 )
 def test_pays_refuses_what_megatron_would_not_start(flags, expected):

@@ -313,9 +313,11 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str]) -> str:
         least = max(one.total_bytes for one in held)
         most = interval.most_bytes(least)
         why = "" if interval == evaluator.margins else " with unfused attention, which --attention-backend can exclude"
+        smallest = f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest"
+        if excluded.total() == 1:
+            smallest = f"this layout does not fit {where}: it"
         return (
-            f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs "
-            f"{least / GIB:.2f} GiB of a GPU, at most {most / GIB:.2f} GiB{why}; expected at most "
+            f"{smallest} needs {least / GIB:.2f} GiB of a GPU, at most {most / GIB:.2f} GiB{why}; expected at most "
             f"{cluster.room_bytes / GIB:.2f} GiB"
         )
     if excluded.total() == 1:
