@@ -116,7 +116,7 @@ class TaskMachine:
 def _amount(given: Any, message: str) -> float:
     """Return an amount of work; TaskError for anything else, which readers of the step log take for no work at all."""
     try:
-        amount = float(given)
+        amount = -1.0 if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError, OverflowError):
         amount = -1.0
     if not is_amount(amount):

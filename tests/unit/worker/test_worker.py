@@ -100,7 +100,7 @@ class Numbered(SideTask):
     def run_next_step(self) -> None: ...
 
 
-@pytest.mark.parametrize("given", [float("nan"), float("inf"), -1, 10**400, "three", (1,)])
+@pytest.mark.parametrize("given", [float("nan"), float("inf"), -1, 10**400, "three", "3", (1,)])
 def test_work_that_is_no_amount_fails_the_job_and_is_named(given):
     machine = TaskMachine(Nonsense(), TaskContext("job", Path()))
     machine.task.given = given  # type: ignore[attr-defined]
