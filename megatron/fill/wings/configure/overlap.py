@@ -48,7 +48,7 @@ def expert_problem(model: ModelSpec, its: Parallel) -> str:
     if its.ep == 1:
         return f"with {_EXPERTS}, --expert-model-parallel-size is above 1"
     if its.pp > 1 and its.chunks == 1:
-        return f"with {_EXPERTS}, --pipeline-model-parallel-size above 1 has virtual stages"
+        return f"with {_EXPERTS}, several stages (--pipeline-model-parallel-size) have virtual stages"
     if its.recompute is Recompute.FULL or its.computes_again("moe"):
         return f"with {_EXPERTS}, neither whole layers nor moe are recomputed"
     if its.precision is Precision.FP32 or model.predicted > 1:
