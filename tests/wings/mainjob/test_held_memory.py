@@ -145,11 +145,11 @@ def test_flash_attention_keeps_statistics_in_the_place_of_scores():
 
 
 def test_a_softmax_in_single_precision_keeps_it_if_it_is_not_fused():
-    wide = ["--transformer-impl", "local", "--attention-softmax-in-fp32"]
-    assert not detailed(GPT, wide).kernels.wide_softmax
+    local = ["--transformer-impl", "local", "--attention-softmax-in-fp32"]
+    assert not detailed(GPT, local).kernels.wide_softmax
     assert not detailed(GPT, ["--transformer-impl", "local", "--no-masked-softmax-fusion"]).kernels.wide_softmax
     plain = replace(GPT, kernels=Kernels(wide_softmax=True))
-    assert detailed(GPT, [*wide, "--no-masked-softmax-fusion"]).kernels.wide_softmax
+    assert detailed(GPT, [*local, "--no-masked-softmax-fusion"]).kernels.wide_softmax
     scores = 2 * GPT.heads * GPT.sequence**2
     assert kept_bytes(layer_tape(plain, ONE)) == kept_bytes(layer_tape(GPT, ONE)) + scores
     whole, wide = (replace(one, attention_dropout=False) for one in (GPT, plain))  # the mixture has a copy of its own
