@@ -181,7 +181,7 @@ def test_layouts_in_which_megatron_does_not_hide_what_experts_exchange_are_left_
         ("--recompute-granularity selective --recompute-modules moe", "neither whole layers nor moe are recomputed"),
         ("--expert-model-parallel-size 1", "--expert-model-parallel-size is above 1"),
         ("--mtp-num-layers 2 --position-embedding-type rope", "--mtp-num-layers is at most 1"),
-        ("--num-virtual-stages-per-pipeline-rank 1 --pipeline-model-parallel-size 2", "has virtual stages"),
+        ("--num-virtual-stages-per-pipeline-rank 1 --pipeline-model-parallel-size 2", "have virtual stages"),
     ],
 )
 def test_flags_with_which_experts_exchange_is_never_hidden_are_named(more, expected):
