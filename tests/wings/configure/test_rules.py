@@ -51,6 +51,8 @@ CASES = [
     ("--fp32-residual-connection", "--bf16"),
     ("--bf16 --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "-accumulate-allreduce-grads-in-fp32"),
     ("--cross-entropy-fusion-impl te --cross-entropy-loss-fusion", "-cross-entropy-loss-fusion"),
+    ("--bf16 --deterministic-mode --cross-entropy-loss-fusion", "-cross-entropy-loss-fusion"),
+    (f"{_WIDE} --sequence-parallel --deterministic-mode --tp-comm-overlap", "-tp-comm-overlap"),
     (f"--bf16 --fp8-param-gather {_DIVIDED}", "--fp8-format hybrid"),
     ("--bf16 --fp8-format hybrid --fp8-param-gather", _DIVIDED),
     ("--bf16 --fp8-recipe mxfp8 --fp8-output-proj", "--fp8-format hybrid"),

@@ -129,6 +129,8 @@ _RULES = (
         "",
         "Transformer Engine cross entropy loss fusion is disabled due to stability issues.",
     ),
+    Rule(("--deterministic-mode", "--cross-entropy-loss-fusion"), "", "requires: cross_entropy_loss_fusion=False"),
+    Rule(("--deterministic-mode", "--tp-comm-overlap"), "", "requires: tp_comm_overlap=False"),
     Rule(("--fp8-param-gather",), "--fp8-format"),
     Rule(("--fp8-output-proj",), "--fp8-format"),
     Rule(("--fp8-output-proj",), "--fp8-recipe mxfp8", "fp8_output_proj requires fp8_recipe='mxfp8'"),
