@@ -585,6 +585,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
             "--num-query-groups is 3; expected a divisor of --num-attention-heads, 8",
         ),
         ("12 " + FLAGS, "'12' belongs to no flag"),
+        (FLAGS + " --moe-router-topk 4", "--moe-router-topk is 4; expected 1 without experts"),
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
         (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),
         (FLAGS + " --num-layer 3", "--num-layer is no flag of Megatron; expected --num-layers"),

@@ -115,7 +115,8 @@ class ModelSpec:
             most = f"at most layers, {self.layers}" if self.experts else "0 without experts"
             raise ValueError(f"dense_layers is {self.dense_layers}; expected {most}")
         if self.experts_per_token > max(1, self.experts):
-            raise ValueError(f"experts_per_token is {self.experts_per_token}; expected at most {max(1, self.experts)}")
+            most = f"at most experts, {self.experts}" if self.experts else "1 without experts"
+            raise ValueError(f"experts_per_token is {self.experts_per_token}; expected {most}")
 
     @property
     def groups(self) -> int:
