@@ -104,7 +104,7 @@ def test_a_training_whose_rank_1_failed_has_failed_though_rank_0_could_not_say_s
     assert note_failure(folder, 1)
     assert not note_failure(folder, 0)
     assert [segment.ending for segment in read_segments(tmp_path)] == [SegmentEnding.RUNNING]  # it is ending
-    os.close(opened._fd)
+    opened._close()  # a bare os.close would leave the number to be closed again in each fork from here on
     assert [segment.ending for segment in read_segments(tmp_path)] == [SegmentEnding.FAILED]
     assert (folder / "failed").read_text() == "rank 1\n"
 
