@@ -17,7 +17,7 @@ from typing import Any
 
 import pipefill_patches
 
-FORWARD_S, BACKWARD_S = 0.1, 0.2  # as long as in the trainings with a core for each rank
+FORWARD_S, BACKWARD_S = 0.1, 0.2  # about as long as in the trainings with a core for each rank
 
 
 def _lasting(original: Callable[..., Any], pass_s: float) -> Callable[..., Any]:

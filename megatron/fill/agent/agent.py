@@ -264,7 +264,7 @@ class Agent:
     def _control_changed(self, state: RunState) -> None:
         """Handle a new state of the control page; after a kill, return once the seats have ended all workers.
 
-        That takes as long as it takes: who gave up here would never acknowledge a kill that has succeeded since.
+        It has no time limit: an agent that gave up would never acknowledge a kill that succeeds later.
         """
         logger.info("%s", state.name)
         if state is RunState.KILLED:

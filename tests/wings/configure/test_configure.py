@@ -548,7 +548,10 @@ def test_layouts_can_be_read_back_from_their_flags():
 
 @pytest.mark.parametrize(
     ("pattern", "dense"),
-    [("[1]*12", 0), ("([1]*12)", 0), ("[0,0,1]+[1]*9", 2), ("([0]*3+[1]*9)", 3), ("[0]+[1]*11", 1)],
+    [
+        *[("[1]*12", 0), ("([1]*12)", 0), ("[0,0,1]+[1]*9", 2), ("([0]*3+[1]*9)", 3), ("[0]+[1]*11", 1)],
+        *[("([0]*3)+([1]*9)", 3), ("[0]*2+([1]*2+[1]*3)*2", 2), ("[0]+11*[1]", 1)],
+    ],
 )
 def test_layers_without_experts_are_read_from_any_list(pattern, dense):
     read = read_flags([*FLAGS.split(), "--num-experts", "8", "--moe-layer-freq", pattern])
@@ -579,6 +582,8 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --multi-latent-attention --v-head-dim x", "--v-head-dim is 'x': expected a whole number above 0"),
         (FLAGS + " --num-experts 2 --moe-layer-freq [1]*1+[0]*1", "expected 1, or layers without experts before all"),
         (FLAGS + " --num-experts 2 --moe-layer-freq ([0]+[1])*11", "expected 1, or layers without experts before all"),
+        (FLAGS + " --num-experts 2 --moe-layer-freq ([0]+[1]*11", "expected 1, or layers without experts before all"),
+        (FLAGS + " --num-experts 2 --moe-layer-freq [1]*9**9**9", "expected 1, or layers without experts before all"),
         (FLAGS + " --recompute-modules mlp", "--recompute-modules has mlp: expected --disable-bias-linear with it"),
         (
             FLAGS + " --group-query-attention --num-query-groups 3",

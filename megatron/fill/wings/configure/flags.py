@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ _UNTIMED = "--expert-tensor-parallel-size"  # weighed in memory and links, but n
 _RANK_ORDER = "--use-tp-pp-dp-mapping"
 _MODULES = "--recompute-modules"
 _WEIGHED = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
-_FREQUENCIES = re.compile(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,4}))?")
+_MOST_LAYERS = 10_000  # of a list by layer
 _LAYOUT_TEXT = "--pipeline-model-parallel-layout"
 _REPEATED = tuple(re.compile(rf"{its}\*([0-9]{{1,3}})(?![0-9])") for its in (r"\(([^)]+)\)", "(.)"))  # in this order
 _LONGEST = 10_000  # letters of a layout
@@ -259,17 +260,41 @@ def _shape(values: Mapping[str, int], names: Collection[str], pattern: str) -> d
 
 def _dense_layers(pattern: str, fields: Mapping[str, Any]) -> int:
     """Return the number of first layers without experts that ``--moe-layer-freq`` says."""
-    text = re.sub(r"[\s\"']", "", pattern).removeprefix("(").removesuffix(")")
-    if "experts" not in fields or text == "1":
+    text = re.sub(r"[\s\"']", "", pattern)
+    if "experts" not in fields or text.strip("()") == "1":
         return 0
-    parts = [_FREQUENCIES.fullmatch(its) for its in text.split("+")]
-    kinds = "".join(its[1].replace(",", "") * int(its[2] or 1) if its else "?" for its in parts)
-    if not re.fullmatch("0*1+", kinds) or len(kinds) != fields["layers"]:
+    kinds = _by_layer(text)
+    if kinds != sorted(kinds) or set(kinds) not in ({1}, {0, 1}) or len(kinds) != fields["layers"]:
         raise ConfigError(
             f"{_PATTERN} is {pattern[:60]!r}: expected 1, or layers without experts before all others as in "
             f"([0]*3+[1]*{max(1, fields['layers'] - 3)}), --num-layers in all"
         )
-    return kinds.count("0")
+    return kinds.count(0)
+
+
+def _by_layer(text: str) -> list[int]:
+    """Return the values of a list of Python's, with sums and multiples, as Megatron evaluates it; empty if it is none.
+
+    Megatron takes the same letters (``_eval_pattern`` of its ``arguments.py``).
+    """
+
+    def listed(node: ast.expr) -> list[int]:
+        match node:
+            case ast.List(elts):
+                return [int(ast.unparse(one)) for one in elts]
+            case ast.BinOp(left, ast.Add(), right):
+                return listed(left) + listed(right)
+            case ast.BinOp(part, ast.Mult(), ast.Constant(int(times))) | ast.BinOp(
+                ast.Constant(int(times)), ast.Mult(), part
+            ):
+                if len(its := listed(part)) * times <= _MOST_LAYERS:
+                    return its * times
+        raise ValueError
+
+    try:
+        return listed(ast.parse(text, mode="eval").body) if re.fullmatch(r"[,\d\[\]()*+]{,10000}", text) else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
