@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shlex
@@ -45,7 +46,7 @@ from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.jobs import submitter
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
-from megatron.fill.linux.host import process_started_ns, unordered
+from megatron.fill.linux.host import ignore_notices, process_started_ns, unordered
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records.segment import OpenSegment, SegmentEnding, begin_segment
 from megatron.fill.records.unwritten import Unwritten
@@ -303,6 +304,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
         main()
         return
     never_fail_to_print()  # a message about a folder or a job must not end the training
+    atexit.register(ignore_notices)  # Python's end puts the default action in the place of Megatron's handler
     bus.account.begin(process_started_ns())
     run = Launch()
     attached.on_parse, attached.on_start = run.on_parse, run.on_start

@@ -58,6 +58,8 @@ def parsed[T](option: str, text: str, parse: Callable[[str], T]) -> T:
 
 def check_writable(option: str, path: Path) -> None:
     """Raise ConfigError, before the work begins, if its result could not be written; creates the folder."""
+    if option == "--png" and path.suffix.lower() not in ("", ".png"):
+        raise ConfigError(f"--png is {path}: expected a name that ends in .png, which is all that is drawn")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()

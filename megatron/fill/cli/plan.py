@@ -125,6 +125,8 @@ def _cycles(bubbles: Path | None, schedule: Path | None, times: str, transfer_ms
     from megatron.fill.planner.files import NOT_MEASURED, load_cycles
 
     if schedule is not None and bubbles is None:
+        if not times:
+            raise ConfigError(f"--schedule {schedule} without --times: expected both")
         its = load_csv(schedule)
         timeline = simulate(its, given_costs(its, times, transfer_ms))
         return {rank: bubble_cycle(timeline, rank, NOT_MEASURED) for rank in range(its.stages)}

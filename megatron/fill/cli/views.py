@@ -16,6 +16,7 @@ from typing import Any
 from megatron.fill.console import console_of, facts_table, literal
 from megatron.fill.display import STATE_COLOURS, plain_table
 from megatron.fill.store import Job
+from megatron.fill.store.states import not_succeeded
 from megatron.fill.types import JobState
 
 _PIPE_WIDTH = 160  # columns, if the output does not go to a terminal
@@ -184,7 +185,7 @@ def _number(value: float) -> str:
 
 def _after(firsts: Mapping[str, JobState]) -> str:
     """List those that have not succeeded by name, and the others as a number."""
-    rest = [f"{name} {state}" for name, state in firsts.items() if state is not JobState.SUCCEEDED]
+    rest = not_succeeded(firsts, firsts)
     shown = [*rest[:_FIRSTS_SHOWN], *(["..."] if len(rest) > _FIRSTS_SHOWN else [])]
     if len(rest) < len(firsts):
         shown.append(f"{len(firsts) - len(rest)} of {len(firsts)} SUCCEEDED")

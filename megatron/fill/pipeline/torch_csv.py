@@ -32,7 +32,7 @@ def load_csv(path: Path) -> Schedule:
         lines = list(csv.reader(StringIO(read_text(path, expected, _MOST_BYTES), newline="")))
     except csv.Error as error:
         raise ConfigError(f"{path}: is not CSV: {error}; expected {expected}") from error
-    while lines and not lines[-1]:
+    while lines and not any(map(str.strip, lines[-1])):
         lines.pop()
     rows: list[list[tuple[int, Pass, int]]] = []
     cells: list[list[int]] = []

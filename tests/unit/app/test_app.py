@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
 import sys
 from argparse import Namespace
 from importlib.metadata import PackageNotFoundError
@@ -29,6 +30,20 @@ from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox.probe import Layer, SandboxSupport
 from megatron.fill.types import RankInfo
 from tests.support.flags import flags
+
+
+def test_a_notice_during_pythons_end_does_not_end_a_training_that_is_over():
+    """Megatron's handler is installed until then, and it is over before what is left of modules is deleted."""
+    code = (
+        "import os, signal, sys\nfrom megatron.fill.app.launch import launch\n"
+        "class Last:\n"
+        "    def __del__(self, kill=os.kill, write=os.write, of=(os.getpid(), signal.SIGUSR2)):\n"
+        "        write(1, b'sent'); kill(*of)\n"
+        "sys.last = Last()\n"
+        "launch(lambda: signal.signal(signal.SIGUSR2, lambda *_: None), ())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "sent")
 
 
 @pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])

@@ -313,7 +313,7 @@ class TestShow:
         store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         store.submit([NewJob("last", Work("tasks:Pi", after=tuple(names), retries=2, timeout_s=5400.0))])
         out = " ".join(pipefill("show", "last").out.split())
-        firsts = ", ".join(f"{name} QUEUED" for name in names[1:6])
+        firsts = ", ".join(f"{name} (QUEUED)" for name in names[1:6])
         assert f"after {firsts}, ..., 1 of 8 SUCCEEDED" in out
         assert "retries 0 of 2 used" in out
         assert "timeout 1h30m" in out

@@ -132,6 +132,8 @@ def test_a_picture_is_drawn(files):
     assert (files / "made" / "plan.png").exists()
     with pytest.raises(ConfigError, match=r"jobs.yaml/plan.png: cannot be written: File exists"):
         run("--profiles", "profiles.json", "--png", "jobs.yaml/plan.png")
+    with pytest.raises(ConfigError, match=r"--png is plan\.pdf: expected a name that ends in \.png"):
+        run("--profiles", "profiles.json", "--png", "plan.pdf")
 
 
 def test_profiles_come_from_the_store_where_no_file_is_given(files, monkeypatch):
@@ -169,7 +171,7 @@ def test_it_fails_if_no_job_fits_any_rank(files):
         ("unused", "", ["--rank", "1"], "--rank is 1: expected one of 0, 2"),
         ("unused", "", ["--transfer", "1"], "--transfer is 1.0: expected none with --bubbles"),
         ("unused", "", ["--schedule", "own.csv", "--bubbles", "bubbles.json"], "expected the bubbles of a training"),
-        ("own.csv", "0F0,0B0", ["--schedule", "own.csv"], "--times is '': expected three numbers"),
+        ("own.csv", "0F0,0B0", ["--schedule", "own.csv"], "--schedule own.csv without --times: expected both"),
     ],
 )
 def test_bad_input_is_named_in_one_line(files, file, text, arguments, message):

@@ -71,9 +71,9 @@ def test_two_passes_as_one_action_are_read_as_torch_reads_them(cell: str, tmp_pa
 
 
 def test_a_file_of_a_spreadsheet_is_read(tmp_path: Path):
-    """It begins with a mark of the encoding, and may end with an empty line."""
+    """It begins with a mark of the encoding, and may end with empty lines, with commas or without."""
     path = tmp_path / "own.csv"
-    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n1F0,1B0\r\n\r\n")
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n1F0,1B0\r\n,\r\n\r\n")
     assert str(load_csv(path)).splitlines()[1:] == ["0: F0 B0", "1: F0 B0"]
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.fill.cli.app import app
 from megatron.fill.errors import ConfigError
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.torch_csv import dump_csv
+from megatron.fill.wings.configure.commands.configure import _gib
 from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.network import Network, Place
 from megatron.fill.wings.configure.passes import Both
@@ -133,6 +135,11 @@ def test_the_table_has_80_columns_with_large_figures_too():
     assert few.splitlines()[1].split()[:3] == ["#", "GPUS", "TP"]
     assert max(map(len, few.splitlines())) <= 80
     assert "…" not in few
+
+
+def test_the_memory_of_small_models_is_no_nought():
+    small: Any = SimpleNamespace(peak_bytes=12 << 20, interval_bytes=(11 << 20, 13 << 20))
+    assert [_gib(small, places) for places in (0, 1)] == ["0.01 (0.01-0.01)", "0.012 (0.011-0.013)"]
 
 
 def test_the_picture_has_a_row_for_each_of_the_best(folder):

@@ -55,6 +55,11 @@ class TestModel:
         with pytest.raises(GraphError, match=f"operator a: {field} is -1; expected"):
             model("a", **{field: -1})
 
+    @pytest.mark.parametrize("field", ["forward_flops", "backward_flops"])
+    def test_seconds_and_operations_are_not_given_together(self, field: Any):
+        with pytest.raises(GraphError, match="operator a: has seconds and operations; expected"):
+            model("a", **{field: 1e9})
+
     def test_each_branch_is_in_one_piece_of_the_order(self):
         graph = model("a1", "b1", "a1>a2", "b1>b2", "a2,b2>c")
         assert graph.names(graph.everything) == ("a1", "a2", "b1", "b2", "c")
@@ -189,6 +194,7 @@ class TestText:
             ("", "line 1 is ''; expected such as"),
             ("a plan", "line 1 is 'a plan'; expected such as 'graph plan of"),
             ("graph plan of toy: 8 samples, 1 stage:\n0: a b", "line 2 is '0: a b'; expected such as '0: devices"),
+            ("graph plan of mmt: 8 samples, 1 stage:", "line 1 is a plan of mmt; expected one of toy"),
             ("graph plan of toy: 8 samples, 2 stages:", "line 1 says 2 stages, and there are 0"),
             (
                 "graph plan of toy: 8 samples, 1 stage:\n0: devices 1-x, micro-batch 1, 1F1B, in flight 1: a",

@@ -314,6 +314,8 @@ def test_they_go_out_by_otlp(run):
     total = sum(report_of(*synthetic_run()).total.bubble_s.values())
     assert points.is_monotonic
     assert sum(point.as_double for point in points.data_points) == pytest.approx(total)
+    named = {its.key: its.value.string_value for its in request.resource_metrics[0].resource.attributes}
+    assert named["service.name"] == "pipefill"
 
 
 def test_sampled_bubbles_go_out_by_otlp_as_spans(run):

@@ -55,7 +55,7 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str, schedu
     if count > _MOST_NODES * node:
         raise ConfigError(f"--gpus is {count}: expected at most {_MOST_NODES * node}, {_MOST_NODES} nodes")
     if count % node:
-        raise ConfigError(f"--gpus is {count}: expected a multiple of the {node} of a node")
+        raise ConfigError(f"--gpus is {count}: expected at most {node}, the GPUs of a node, or a multiple of that")
     cluster = Cluster(nodes=count // node, gpus_per_node=node, gpu=GPUS[gpu], network=NETWORKS[network])
     held = Training(training.model, training.global_batch, training.precision, fixed, training.others)
     evaluator = Evaluator(held, cluster, cluster.links(Path()))

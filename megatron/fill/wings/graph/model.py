@@ -55,6 +55,8 @@ class Operator:
                 raise GraphError(f"operator {self.name}: {field.name} is {value}; expected a number, not negative")
         if self.backward_s is not None and self.forward_s is None:
             raise GraphError(f"operator {self.name}: has backward_s; expected forward_s beside it")
+        if self.forward_s is not None and (self.forward_flops or self.backward_flops is not None):
+            raise GraphError(f"operator {self.name}: has seconds and operations; expected forward_s or forward_flops")
 
     @property
     def kept(self) -> float:

@@ -266,6 +266,8 @@ class Plan:
         match = _HEAD.fullmatch(head.strip().removesuffix(":"))
         if match is None:
             raise GraphError(f"line 1 is {head!r}; expected such as 'graph plan of mmt: 32 samples, 4 stages:'")
+        if match[1] != graph.name:
+            raise GraphError(f"line 1 is a plan of {match[1]}; expected one of {graph.name}, which is the model given")
         if rows and rows[-1].strip().startswith(_AHEAD):
             graph = graph.running_ahead()
             names, given = {its.name for its in graph.ahead}, set(rows.pop().split()[1:])

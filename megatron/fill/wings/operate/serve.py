@@ -173,6 +173,8 @@ def main() -> None:
     except ValueError as error:
         logger.warning("no spans are sent: %s", error)
         every = 0
+    if "service.name=" not in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        os.environ.setdefault("OTEL_SERVICE_NAME", "pipefill")  # the SDK's own default is unknown_service
     metrics = RunMetrics(spec, every)
     if os.environ.get(OTLP):
         push(metrics)

@@ -247,7 +247,7 @@ def _print_untold(one: Profile) -> None:
 
 def _gib(its: Proposal, places: int) -> str:
     shown, low, high = (end / 2**30 for end in (its.peak_bytes, *its.interval_bytes))
-    places = places if high < 100 else 0
+    places = 0 if high >= 100 else places + 2 if high < 1 else places
     return f"{shown:.{places}f} ({low:.{places}f}-{high:.{places}f})"
 
 
