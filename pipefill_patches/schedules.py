@@ -31,10 +31,13 @@ _COMMUNICATOR = Target(f"{_MODULE}:P2PCommunicator.__init__", ("self", "pp_group
 
 
 def _bracketed(original: Call, schedule: str, /, **kwargs: Any) -> Any:
+    from megatron.core.utils import get_model_config
+
     model = kwargs["model"]
     chunks = len(model) if isinstance(model, list) else 1
     name = "graph" if hasattr(kwargs.get("p2p_communicator"), "rank_module_map") else schedule
-    bus.begin_schedule(CycleKey(name, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
+    group = get_model_config(model[0]).microbatch_group_size_per_vp_stage if chunks > 1 else 0
+    bus.begin_schedule(CycleKey(name, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False), group))
     depth = bus.account.enter(bus.computing(HOST))
     try:
         return original(**kwargs)

@@ -63,6 +63,7 @@ def _rank_info() -> RankInfo:
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
+        expert_data_parallel_rank=parallel_state.get_expert_data_parallel_rank(),
         device="cpu" if cpu_backend.PATCH.applied else f"cuda:{torch.cuda.current_device()}",
     )
 

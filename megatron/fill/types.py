@@ -44,6 +44,7 @@ class CycleKey:
     microbatches: int
     chunks: int = 1
     forward_only: bool = False  # True for a schedule without backwards; to a listener, for an evaluation
+    group_size: int = 0  # of microbatches that a rank runs on a chunk before it takes the next; 0 with one chunk
 
     def __str__(self) -> str:
         text = f"{self.schedule}, {self.microbatches} microbatches"
@@ -116,6 +117,7 @@ class RankInfo:
     data_parallel_rank: int = 0
     tensor_parallel_rank: int = 0
     context_parallel_rank: int = 0
+    expert_data_parallel_rank: int = 0
     device: str = "cpu"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.records.rank import read_rank
-from megatron.fill.types import PIPELINE_KINDS
+from megatron.fill.types import PIPELINE_KINDS, CycleKey
 from tests.e2e.training import ROOT, SCRIPT, train
 
 RELAYED = f"""
@@ -62,10 +62,15 @@ write_rank(FOLDER / f"host{{recorder.info.rank}}.json", recorder.record())
 """
 
 
+INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 4"
+
+
 @pytest.mark.parametrize(
-    "flags", ["", "--num-layers-per-virtual-pipeline-stage 1"], ids=["1f1b, batched", "interleaved, overlapped"]
+    ("flags", "schedule"),
+    [("", CycleKey("1f1b", 4)), (INTERLEAVED, CycleKey("interleaved", 4, 2, group_size=4))],
+    ids=["1f1b, batched", "interleaved, overlapped"],
 )
-def test_the_relay_sees_what_a_listener_in_the_rank_sees(tmp_path: Path, flags: str):
+def test_the_relay_sees_what_a_listener_in_the_rank_sees(tmp_path: Path, flags: str, schedule: CycleKey):
     script = tmp_path / "relayed.py"
     script.write_text(RELAYED, encoding="utf-8")
     train(tmp_path, f"{flags} --global-batch-size 8", iterations=4, script=(str(script),))
@@ -74,6 +79,7 @@ def test_the_relay_sees_what_a_listener_in_the_rank_sees(tmp_path: Path, flags: 
         bubbles = [[one for one in record.bubbles if one.kind in PIPELINE_KINDS] for record in (relayed, host)]
         assert len(bubbles[0]) == len(relayed.bubbles)  # it leaves waits outside the pipeline out
         assert relayed.info == host.info
+        assert relayed.schedule == host.schedule == schedule
         assert [one.iteration for one in relayed.iterations] == [one.iteration for one in host.iterations]
         keys = [[(one.iteration, one.index, one.kind) for one in its] for its in bubbles]
         assert keys[0] == keys[1]

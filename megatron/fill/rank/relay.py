@@ -213,7 +213,7 @@ class Relay:
             case Fact.ITERATION_ENDED:
                 listener.iteration_ended(now_ns)
             case Fact.CYCLE_STARTED:
-                key = CycleKey(entry.text, entry.index, abs(entry.number), entry.number < 0)
+                key = CycleKey(entry.text, entry.index, abs(entry.number), entry.number < 0, entry.free_bytes)
                 listener.cycle_started(key, now_ns)
             case Fact.DISTURBED:
                 listener.disturbed(entry.text)

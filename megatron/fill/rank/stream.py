@@ -62,7 +62,7 @@ class StreamListener:
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
         chunks = -key.chunks if key.forward_only else key.chunks
-        self._write(Fact.CYCLE_STARTED, key.microbatches, chunks, text=key.schedule)
+        self._write(Fact.CYCLE_STARTED, key.microbatches, chunks, free_bytes=key.group_size, text=key.schedule)
         self._mark()
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:

@@ -20,6 +20,7 @@ _ALL, _OTHERS = "all ranks", "other groups"
 _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
     "tensor group": lambda rank: (rank.stage, rank.data_parallel_rank, rank.context_parallel_rank),
     "context group": lambda rank: (rank.stage, rank.data_parallel_rank, rank.tensor_parallel_rank),
+    "expert group": lambda rank: (rank.stage, rank.expert_data_parallel_rank),
     # Gradients are also reduced over the ranks of context parallelism.
     "data group": lambda rank: (rank.stage, rank.tensor_parallel_rank),
     _ALL: lambda _: (),
@@ -29,8 +30,7 @@ _GROUPS: dict[str, Callable[[RankReport], tuple[int, ...]]] = {
 def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list[Late]:
     """Return the late ranks by what the others waited in, those that were waited for longest first.
 
-    Expert groups are left out.  Waits in other groups count in the pipeline: Megatron's own of these are
-    those of a model's ranks between iterations.
+    Waits in other groups count in the pipeline: Megatron's own are those of a model's ranks between iterations.
     """
     named = {one.rank: {its.name: its.time_s for its in one.times} for one in accounts if one.rank is not None}
     found = _late("save", ranks, {rank.rank: _in_saves(rank) for rank in ranks})

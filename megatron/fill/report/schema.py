@@ -118,6 +118,7 @@ class RankReport(Totals):
     data_parallel_rank: int = Field(description="its place in data parallelism")
     tensor_parallel_rank: int = Field(description="its place in tensor parallelism")
     context_parallel_rank: int = Field(description="its place in context parallelism")
+    expert_data_parallel_rank: int = Field(description="its place among the replicas of its experts")
     harvest_unknown: str = Field(description="reason why its harvest is unknown in some segment; empty if it is known")
     brakes: list[BrakeReport] = Field(description="each time that the automatic brake stopped its filling")
 

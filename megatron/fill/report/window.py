@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.fill.records.tables import column
 from megatron.fill.report.build import SegmentSums
-from megatron.fill.types import Bubble, Iteration, RankInfo, RankRecord, Span, WorkerRecord
+from megatron.fill.types import Bubble, Iteration, RankRecord, Span, WorkerRecord
 
 MANY = 16  # ranks, above which they are not drawn or listed one by one
 _LOOK_BACK = 1000  # iterations considered, from the end
@@ -149,8 +149,8 @@ def choose_shown(segments: Mapping[int, SegmentSums]) -> tuple[int, Sequence[int
     """Return the number of the segment to show, its ranks, and their description (``Shown.what``).
 
     It is the last segment in which jobs ran, or else the last one with iterations; no ranks if there is none.  Of a
-    segment with more than ``MANY`` ranks, one replica (the ranks with equal data- and tensor-parallel ranks) is shown:
-    the one that harvested the most.
+    segment with more than ``MANY`` ranks, one pipeline (the ranks with equal data-, tensor- and context-parallel
+    ranks) is shown: the one that harvested the most.
     """
     worth = [(any(its.harvested.values()), number) for number, its in segments.items() if any(its.iterations.values())]
     if not worth:
@@ -159,14 +159,12 @@ def choose_shown(segments: Mapping[int, SegmentSums]) -> tuple[int, Sequence[int
     sums = segments[number]
     if len(sums.infos) <= MANY:
         return number, sorted(info.rank for info in sums.infos), ""
-    replicas: dict[tuple[int, int], list[RankInfo]] = {}
+    replicas: dict[tuple[int, int, int], list[int]] = {}
     for info in sorted(sums.infos, key=lambda info: info.rank):
-        replicas.setdefault((info.data_parallel_rank, info.tensor_parallel_rank), []).append(info)
-    place, infos = max(replicas.items(), key=lambda one: sum(sums.harvested[info.rank] for info in one[1]))
-    stages: dict[int, int] = {}
-    for info in infos:  # the first rank of each stage; context parallelism has several
-        stages.setdefault(info.stage, info.rank)
+        place = info.data_parallel_rank, info.tensor_parallel_rank, info.context_parallel_rank
+        replicas.setdefault(place, []).append(info.rank)
+    place, ranks = max(replicas.items(), key=lambda one: sum(sums.harvested[rank] for rank in one[1]))
     counts = [len(set(its)) for its in zip(*replicas, strict=True)]
-    its = zip(("data", "tensor"), place, counts, strict=True)
+    its = zip(("data", "tensor", "context"), place, counts, strict=True)
     what = (f"{name}-parallel rank {at} of {count}" for name, at, count in its if count > 1)
-    return number, sorted(stages.values()), ", ".join(what)
+    return number, ranks, ", ".join(what)

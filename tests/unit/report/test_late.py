@@ -88,6 +88,19 @@ def test_a_stage_that_waited_in_its_context_group_is_not_late_in_its_pipeline():
     ]
 
 
+def test_a_stage_that_waited_in_its_expert_group_is_not_late_in_its_pipeline():
+    """Two expert groups in each of two stages, of ranks 0 and 2, 4 and 6, and so on; rank 3 computed longer."""
+    slow = [
+        one.model_copy(update={"expert_data_parallel_rank": one.data_parallel_rank // 2})
+        for one in ranks({0: 20.0, 1: 0.0, 2: 20.0, 3: 0.0, 4: 9.0, 5: 9.0, 6: 9.0, 7: 9.0}, stages=2)
+    ]
+    accounts = [account(rank, "expert group", time_s) for rank, time_s in enumerate((1.0, 23.0, 1.0, 3.0, *[7.0] * 4))]
+    assert late(slow, accounts) == [
+        Late(wait="expert group", ranks=[3], others=1, late_s=20.0),
+        Late(wait="pipeline", ranks=[3], others=1, late_s=20.0),
+    ]
+
+
 def test_a_stage_that_waited_between_iterations_for_one_that_waited_for_its_replica_is_not_late():
     """Rank 1 stopped: rank 3 waited in its data group, and rank 2 for rank 3 after the iteration's last bubble."""
     stopped = ranks({0: 20.0, 1: 0.0, 2: 0.0, 3: 0.0}, stages=2)

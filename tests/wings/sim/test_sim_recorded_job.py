@@ -141,6 +141,16 @@ def test_iterations_without_filling_count_if_there_are_any(tmp_path):
     assert rescheduled_groups(path, None, Reschedule())[0].cycle.period_ns == period_ns
 
 
+def test_the_recorded_size_of_groups_of_microbatches_is_kept(tmp_path):
+    schedule = make_schedule("interleaved", 2, 8, 2, 4)
+    costs = replace(COSTS, stages=STAGES * 2)
+    timeline = Compiled(schedule, rendezvous=True).run(costs)
+    made = records(schedule, [timeline] * 4, [MS, MS])
+    keyed = [replace(one, schedule=replace(one.schedule, group_size=4)) for one in made if one.schedule]
+    (again, _) = rescheduled_groups(run_folder(tmp_path, keyed), None, Reschedule())
+    assert again.cycle.period_ns == timeline.period_ns + 2 * SYNC_NS + MS
+
+
 def test_more_activations_than_were_recorded_are_warned_of(tmp_path, caplog):
     path = run_folder(tmp_path)
     rescheduled_groups(path, None, Reschedule("gpipe", 4))

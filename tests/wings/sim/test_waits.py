@@ -7,8 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, RankInfo, RankRecord, Span
 from megatron.fill.wings.sim.report import waits
+from tests.support.recorded_runs import records
 from tests.support.synthetic import synthetic_run
 
 MS = 1_000_000
@@ -158,6 +162,27 @@ def test_a_pass_before_its_input_is_of_another_order():
 def test_a_pipeline_without_a_stage_is_left_out():
     assert waits([stage(0, *FIRST, bubbles=[(10, 60)])]) == []
     assert waits([]) == []
+
+
+def test_the_pipelines_of_context_parallelism_are_told_apart():
+    alike = [(stage(0, *FIRST, bubbles=[(10, 60)]), stage(1, [(12, 32)], [(32, 58)], bubbles=[(0, 12)]))] * 2
+    four = [
+        replace(one, info=replace(one.info, rank=one.info.stage + 2 * at, context_parallel_rank=at))
+        for at, its in enumerate(alike)
+        for one in its
+    ]
+    assert parts(four) == parts(four[:2]) | {(3, 2): parts(four[:2])[1, 0], (2, 3): parts(four[:2])[0, 1]}
+
+
+def test_the_size_of_groups_of_microbatches_says_which_stage_is_waited_for():
+    schedule = make_schedule("interleaved", 2, 8, 2, 4)
+    stages = tuple(StageCost((9 + at) * MS, (20 - at) * MS) for at in range(4))
+    costs = PipelineCosts(stages, MS // 4, (2 * MS,) * 2, (3 * MS,) * 2)
+    made = records(schedule, [simulate(schedule, costs)] * 2, [MS] * 2)
+    assert waits(made) == []  # in groups of two, the usual ones, passes would begin before their input
+    found = waits([replace(one, schedule=replace(one.schedule, group_size=4)) for one in made if one.schedule])
+    bubbles_s = {one.info.rank: sum(its.duration_ns for its in one.bubbles) / 1e9 for one in made}
+    assert {one.rank: one.computed_s + one.host_s + one.transfer_s for one in found} == NEAR(bubbles_s)
 
 
 def test_all_of_the_bubbles_of_the_synthetic_run_are_accounted_for():

@@ -17,7 +17,7 @@ from megatron.fill.given.problems import explain
 from megatron.fill.pipeline.bubbles import bubble_cycle, peak_activations
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedule import Schedule, ScheduleError
-from megatron.fill.pipeline.schedules import NAMES, make_schedule
+from megatron.fill.pipeline.schedules import NAMES, make_schedule, megatrons
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.records.segment import last_segment
@@ -136,7 +136,7 @@ def read_pipeline(folder: Path) -> tuple[list[RankRecord], Schedule]:
         raise FillError(f"{where}: no training iteration was recorded")
     if key.schedule not in NAMES:
         raise FillError(f"{where}: its schedule is {key.schedule}; expected one of {', '.join(NAMES)}")
-    return records, make_schedule(key.schedule, stages, key.microbatches, key.chunks)
+    return records, make_schedule(key.schedule, stages, key.microbatches, key.chunks, key.group_size or None)
 
 
 def _changed(recorded: Schedule, change: Reschedule) -> Schedule:
@@ -145,7 +145,9 @@ def _changed(recorded: Schedule, change: Reschedule) -> Schedule:
     of_file = Path(name).is_absolute()
     if not of_file and (name == "interleaved") != (recorded.chunks > 1):
         raise ValueError(f"schedule is {name}; expected one with {recorded.chunks} chunks per rank, as recorded")
-    schedule = order_of(name, recorded.stages, microbatches, recorded.chunks, change.group_size)
+    own = megatrons(recorded) if name == recorded.name and change.group_size is None else None
+    group_size = own[1] if own else change.group_size
+    schedule = order_of(name, recorded.stages, microbatches, recorded.chunks, group_size)
     if schedule.placement != recorded.placement:  # a rank's optimizer, reduction and memory are those of its stages
         raise ValueError(f"{name}: its stages are on ranks {schedule.placement}; expected {recorded.placement}")
     return schedule

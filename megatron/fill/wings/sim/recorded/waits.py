@@ -71,12 +71,12 @@ class _Order:
 def waits(records: Sequence[RankRecord]) -> list[Awaited]:
     """Return whom each rank waited for in the latest iterations, those that waited longest first.
 
-    Pipelines are left out of which a stage left no record or has several ranks (as with context parallelism), whose
-    schedule is none of Megatron's, or that have one stage.
+    Pipelines are left out of which a stage left no record, of other schedules than Megatron's, or of one stage.
     """
-    pipelines: defaultdict[tuple[int, int], list[RankRecord]] = defaultdict(list)
+    pipelines: defaultdict[tuple[int, int, int], list[RankRecord]] = defaultdict(list)
     for record in records:
-        pipelines[record.info.data_parallel_rank, record.info.tensor_parallel_rank].append(record)
+        info = record.info
+        pipelines[info.data_parallel_rank, info.tensor_parallel_rank, info.context_parallel_rank].append(record)
     alike: defaultdict[tuple[CycleKey, int], list[RankRecord]] = defaultdict(list)
     for its in pipelines.values():
         its.sort(key=lambda record: record.info.stage)
@@ -111,8 +111,8 @@ def _order(key: CycleKey, stages: int, pipelines: int) -> _Order | None:
     if key.schedule not in _MEGATRONS:
         return None
     try:
-        schedule = make_schedule(key.schedule, stages, key.microbatches, key.chunks)
-    except ValueError:  # uneven groups of microbatches
+        schedule = make_schedule(key.schedule, stages, key.microbatches, key.chunks, key.group_size or None)
+    except ValueError:  # older records lack the size of groups of microbatches
         return None
     rows = schedule.order * pipelines
     places = [(stage, at) for stage, row in enumerate(schedule.order) for at in range(len(row))]
