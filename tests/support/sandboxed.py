@@ -21,7 +21,7 @@ import ctypes, errno, json, os, resource, signal, socket, subprocess, sys
 from megatron.fill.linux import host
 from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.sandbox.process import SandboxedProcess
-from megatron.fill.sandbox.powers import limit_resources
+from megatron.fill.sandbox.powers import limit_resources, most_tasks
 
 def attempt(act, *arguments):
     try:

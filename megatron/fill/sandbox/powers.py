@@ -17,6 +17,7 @@ _CAPABILITY_VERSION = 0x20080522  # two words for each of the three sets
 _LOCKED_BYTES = 64 << 20
 _LOCKED_COUNTED_BYTES = 64 << 10  # locked pages of a file cannot be reclaimed, and count for no process
 _SIGNALS = 4096  # number of pending signals and timers
+_JOBS = 16  # a user's jobs on a node at a time: two beside each of eight ranks
 
 
 def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
@@ -98,9 +99,13 @@ def hide_memory(hidden: bool) -> None:
     prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
-def tasks_of(user: int) -> int:
-    """The number of a user's processes and threads that this process can see."""
-    count = 0
+def most_tasks(user: int, processes: int) -> int:
+    """The limit on a user's processes and threads in all, for one of his jobs, each of which may have ``processes``.
+
+    The kernel counts those of all jobs of the user, also of jobs that begin later, which must not stop this one.  The
+    exact limit is the watch over a job's own; this one stops a job that creates them faster than that.
+    """
+    count = _JOBS * processes
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended in the meantime

@@ -185,6 +185,7 @@ def _add_rules(library: Any, context: int) -> None:
         refuse("clone", (0, _MASKED_EQUAL, flag, flag))
     for request in _TERMINAL:
         refuse("ioctl", (1, _MASKED_EQUAL, 0xFFFFFFFF, request))
-    for family in _SOCKETS:
-        refuse("socket", (0, _EQUAL, family, 0), code=errno.EAFNOSUPPORT)
-    refuse("socket", (0, _GREATER, _LAST_SOCKET, 0), code=errno.EAFNOSUPPORT)
+    for call in ("socket", "socketpair"):
+        for family in _SOCKETS:
+            refuse(call, (0, _EQUAL, family, 0), code=errno.EAFNOSUPPORT)
+        refuse(call, (0, _GREATER, _LAST_SOCKET, 0), code=errno.EAFNOSUPPORT)

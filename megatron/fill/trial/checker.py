@@ -20,7 +20,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
 from megatron.fill.sandbox.config import Bind
-from megatron.fill.sandbox.powers import limit_resources, tasks_of
+from megatron.fill.sandbox.powers import limit_resources, most_tasks
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.trial.examine import Examined, examine_command, examine_task
 from megatron.fill.trial.spec import CheckSpec
@@ -46,7 +46,7 @@ def main() -> None:
         sandbox = job_sandbox(user, run_sandbox.namespaces, directory, settings.network, binds)
         first = 0
         for group in spec.groups:  # jobs that share an environment, in a process of their own
-            tasks = tasks_of(os.getuid() if user is None else user.uid) + 2 * settings.max_processes
+            tasks = most_tasks(os.getuid() if user is None else user.uid, settings.max_processes)
             limit = partial(limit_resources, None, tasks, settings.max_files)
             held = SandboxedProcess(sandbox, limit, partial(_look, group, spec.search, directory, first))
             held.begin()

@@ -34,7 +34,7 @@ from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.steplog import StepLog, WorkerPhase, map_log
 from megatron.fill.profiles import JobProfile, is_amount
-from megatron.fill.sandbox.powers import limit_resources, tasks_of
+from megatron.fill.sandbox.powers import limit_resources, most_tasks
 from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback
@@ -114,9 +114,7 @@ def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[],
         SystemExit: the sandbox cannot be set up, which is reported; or the agent has ended or gives the job up.
     """
     limits, user = spec.limits, spec.sandbox.user if spec.sandbox.user is not None else os.getuid()
-    # The kernel counts all tasks of the user, including those of other jobs, and those may become more.  The exact
-    # limit is the watch over this worker's own tasks; this one stops a job that creates them faster than that.
-    tasks = tasks_of(user) + 2 * limits.processes
+    tasks = most_tasks(user, limits.processes)
 
     def prepare() -> None:
         channel.close()

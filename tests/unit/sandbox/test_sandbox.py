@@ -234,6 +234,7 @@ print(json.dumps({
     "io_uring": raw(425, 1, None), "memory of others": raw(310, 1, None, 0, None, 0, 0),
     "terminal": raw(16, 0, ctypes.c_long(0x540A | 1 << 32), 0), "pidfd": raw(438, 0, 0, 0),
     "packets": attempt(socket.socket, 17, socket.SOCK_RAW), "vsock": attempt(socket.socket, 40, socket.SOCK_STREAM),
+    "pairs": [raw(53, family, 1, 0, (ctypes.c_int * 2)()) for family in (*range(3, 10), *range(11, 16), 17, 30, 40)],
     "requeue": [raw(202, at, how, 0, None, at, 0) for how in (3, 4, 12)], "futex2": [raw(n, None) for n in FUTEX2],
     "requeue within": raw(202, at, 3 | 128, 0, None, at, 0),
     "unix": attempt(socket.socket, socket.AF_UNIX), "thread": len(start_threads()),
@@ -248,6 +249,7 @@ def test_system_calls_that_reach_beyond_a_job_are_refused(inside, support):
     found = inside.run(f"{threads}    one.start(); one.join(); return [one]\n{REFUSED.strip()}")
     assert found.pop("prlimit of itself") == found.pop("unix") == found.pop("requeue within") == "done"
     assert set(found.pop("requeue") + found.pop("futex2")) == {"ENOSYS"}
+    assert set(found.pop("pairs")) == {"EAFNOSUPPORT"}  # also of kinds whose module the kernel would load
     assert found.pop("thread") == 1
     assert found.pop("clone3") == "ENOSYS"  # so that C libraries take clone
     assert found.pop("vsock") == found.pop("packets") == "OSError"
@@ -292,6 +294,21 @@ try:
 except MemoryError:
     print(json.dumps("MemoryError"))"""
     assert inside.run(body, prepare=f"limit_resources({512 * MIB}, 4096, 128)") == "MemoryError"
+
+
+def test_the_limit_on_tasks_leaves_other_jobs_of_the_user_theirs(inside, support):
+    needs(support, "pid")  # else it counts those of the machine's user
+    body = """
+import threading
+end = threading.Event()
+try:
+    for count in range(1000):
+        threading.Thread(target=end.wait).start()
+except RuntimeError:
+    print(json.dumps(count))
+end.set()"""
+    user = GUEST.uid if GUEST else os.getuid()
+    assert 8 * 8 < inside.run(body, prepare=f"limit_resources(None, most_tasks({user}, 8), 128)") < 999
 
 
 @pytest.mark.parametrize("end", ["os._exit(7)", "os.kill(os.getpid(), signal.SIGKILL)", "ctypes.string_at(0)"])
