@@ -21,6 +21,9 @@ STATE_COLOURS = {  # styles of rich
 }
 
 
+_TIMES = ((86400.0, "day", "d"), (3600.0, "hour", "h"), (60.0, "minute", "min"), (1.0, "second", "s"))
+
+
 def never_fail_to_print() -> None:
     """Escape letters that the encoding of standard output or error does not have, as in the locales of Latin-1."""
     for stream in (sys.stdout, sys.stderr):
@@ -63,6 +66,11 @@ def size(size_bytes: float) -> str:
 def mib(size_bytes: int) -> str:
     """Return a number of bytes in whole MiB: for an amount beside its limit, where ``size`` may show both as equal."""
     return f"{size_bytes / (1 << 20):.0f} MiB"
+
+
+def time_unit(least_s: float) -> tuple[float, str, str]:
+    """Return the largest unit of time that is no longer: its seconds, its name, and its sign; a second at least."""
+    return next((unit for unit in _TIMES if least_s >= unit[0]), _TIMES[-1])
 
 
 def amount(value: float) -> str:

@@ -235,8 +235,7 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
         raise ConfigError(f"{path}: jobs is []; expected at least one job")
 
     def where(place: Place) -> tuple[str, Place]:
-        line = read.line_of(place)
-        begin = str(path) if line is None else f"{path}, line {line}"
+        begin = read.placed(path, place)
         if len(place) < 2 or not isinstance(place[1], int):
             return begin, place
         entry = data["jobs"][place[1]]

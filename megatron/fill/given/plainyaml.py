@@ -61,6 +61,11 @@ class PlainYaml:
             line, place = inside[part], place[part]
         return line
 
+    def placed(self, source: object, path: Sequence[str | int]) -> str:
+        """Return the source's name, with the line of the value at a path as far as it is known."""
+        line = self.line_of(path)
+        return f"{source}" if line is None else f"{source}, line {line}"
+
 
 def parse_yaml(text: str, reader: Any = READER) -> PlainYaml:
     """Return the value of a text with one document; None as the value of an empty text.

@@ -164,8 +164,7 @@ def _load(text: str, others: Sequence[str]) -> SiteSettings:
     place_of_all = FLAG if inline else text
 
     def where(place: Place) -> tuple[str, Place]:
-        line = None if inline else read.line_of(place)
-        return place_of_all if line is None else f"{place_of_all}, line {line}", place
+        return place_of_all if inline else read.placed(text, place), place
 
     if not isinstance(data, dict):
         raise ConfigError(f"{place_of_all}: found {shown(data)}; expected a mapping of settings")

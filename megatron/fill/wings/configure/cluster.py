@@ -20,7 +20,7 @@ from pydantic import (
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.presets import preset
-from megatron.fill.given.problems import Place, explain, shown
+from megatron.fill.given.problems import explain, shown
 from megatron.fill.given.quantities import no_switch, parse_bytes
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.network import Network
@@ -121,12 +121,7 @@ def load_cluster(path: Path) -> Cluster:
     read = read_yaml(path, "a YAML file with nodes, gpus_per_node, gpu and network")
     if not isinstance(read.value, dict):
         raise ConfigError(f"{path}: found {shown(read.value)}; expected a mapping with nodes, gpus_per_node and gpu")
-
-    def where(place: Place) -> tuple[str, Place]:
-        line = read.line_of(place)
-        return str(path) if line is None else f"{path}, line {line}", place
-
     try:
         return Cluster.model_validate(read.value)
     except ValidationError as error:
-        raise ConfigError(explain(error, Cluster, where)) from error
+        raise ConfigError(explain(error, Cluster, lambda place: (read.placed(path, place), place))) from error

@@ -60,13 +60,8 @@ def load_model(path: Path) -> ModelGraph:
         GraphError: the graph is not valid; names the file.
     """
     read = read_yaml(path, _MODEL)
-
-    def where(place: Place) -> tuple[str, Place]:
-        line = read.line_of(place)
-        return str(path) if line is None else f"{path}, line {line}", place
-
     with _named(path):
-        return _checked(_Model, read.value, where).graph()
+        return _checked(_Model, read.value, lambda place: (read.placed(path, place), place)).graph()
 
 
 def plan_text(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.display import amount
+from megatron.fill.display import amount, time_unit
 from megatron.fill.linux.files import replacing
 from megatron.fill.wings.sim.results import Completion, SimResult, UseOfTime, short_names
 
@@ -18,7 +18,6 @@ _MAIN, _FILL, _UNUSED, _DOWN, _INK = "#0072B2", "#E69F00", "#E8E4D8", "#D55E00",
 _MEDIAN, _P95 = "#009E73", "#CC79A7"
 _ROW_IN, _HEAD_IN, _FOOT_IN, _WIDTH_IN = 0.36, 0.5, 0.9, 13.0
 _MOST_ROWS = 40
-_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw_results(path: Path, results: Sequence[SimResult]) -> None:
@@ -61,7 +60,7 @@ def _title(results: Sequence[SimResult]) -> str:
     if len({one.policy for one in results}) == 1:
         parts.append(f"policy {first.policy}")
     many = f"{len(results)} simulations" if len(results) > 1 else "A simulation"
-    return ", ".join([f"{many} of {first.duration_s / _UNITS[1][0]:.3g} hours", *parts])
+    return ", ".join([f"{many} of {first.duration_s / 3600:.3g} hours", *parts])
 
 
 def _label(result: SimResult, results: Sequence[SimResult]) -> str:
@@ -102,7 +101,7 @@ def _draw_use(axes: Axes, rows: Sequence[tuple[str, UseOfTime]]) -> None:
 
 def _draw_completion(axes: Axes, rows: Sequence[tuple[str, Completion | None]]) -> None:
     longest_s = max((its.p95_s for _, its in rows if its), default=1.0)
-    scale_s, unit = next(((size, name) for size, name in _UNITS if longest_s >= size), _UNITS[-1])
+    scale_s, unit, _ = time_unit(longest_s)
     labelled = False
     for place, (_, its) in enumerate(rows):
         if its is None:
@@ -112,7 +111,7 @@ def _draw_completion(axes: Axes, rows: Sequence[tuple[str, Completion | None]]) 
         axes.barh(place, p95, color=_P95, height=0.35, label=None if labelled else "95% are done")
         axes.barh(place, median, color=_MEDIAN, height=0.6, label=None if labelled else "half are done")
         labelled = True
-    axes.set(xlabel=f"{unit} from arrival to success")
+    axes.set(xlabel=f"{unit}s from arrival to success")
     axes.set_xlim(left=0)
     axes.set_title("Completion times of fill jobs", loc="left", fontsize=10, color=_INK)
     _label_rows(axes, rows)

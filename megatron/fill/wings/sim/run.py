@@ -13,7 +13,7 @@ from megatron.fill.device.meter import fingerprint
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.plainyaml import PlainYaml
-from megatron.fill.given.problems import Place, explain, shown
+from megatron.fill.given.problems import explain, shown
 from megatron.fill.report import REPORT
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.wings.sim.cluster.simulate import simulate
@@ -179,13 +179,11 @@ def _chosen(fill: FillConfig, known: Iterable[FillKind]) -> tuple[FillKind, ...]
 
 def _checked(source: str, read: PlainYaml, data: dict[str, Any], what: dict[str, Any]) -> SimulationConfig:
     """Validate ``data``, the file's content with the swept values ``what``."""
-
-    def where(place: Place) -> tuple[str, Place]:
-        line = read.line_of(place)
-        return source if line is None else f"{source}, line {line}", place
-
     try:
         return SimulationConfig.model_validate(data)
     except ValidationError as error:
         swept = ", ".join(f"{field}={value}" for field, value in what.items())
-        raise ConfigError(explain(error, SimulationConfig, where, f" (with {swept})" if swept else "")) from error
+        suffix = f" (with {swept})" if swept else ""
+        raise ConfigError(
+            explain(error, SimulationConfig, lambda place: (read.placed(source, place), place), suffix)
+        ) from error

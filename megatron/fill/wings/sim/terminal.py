@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from megatron.fill.display import amount, percent, plain_table
+from megatron.fill.display import amount, percent, plain_table, time_unit
 from megatron.fill.linux.files import replacing
 from megatron.fill.wings.sim.results import Completion, SimResult, UseOfTime, short_names
 
@@ -120,10 +120,8 @@ def _flat(result: SimResult) -> dict[str, object]:
 
 def duration(seconds: float) -> str:
     """Format a duration, such as ``4.2 h``."""
-    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    unit_s, _, sign = time_unit(seconds / 2)
+    return f"{seconds / unit_s:.3g} {sign}"
 
 
 def _use_cells(use: UseOfTime) -> tuple[str, ...]:

@@ -143,11 +143,11 @@ def _print(network: Network, samples: Measured) -> None:
 def _print_drift(old: Network, new: Network) -> None:
     from rich.console import Console
 
-    from megatron.fill.display import counted
+    from megatron.fill.display import counted, time_unit
     from megatron.fill.wings.configure.drift import LIMIT, again_days, drifts
 
     found = drifts(old, new)
-    days = again_days(old, new, found)
+    again_s = 86400 * again_days(old, new, found)
     table = plain_table("FROM", "TO", "GB/S: OLD", "NEW", "CHANGE", "SPREAD")
     for one in found:
         rates = (f"{rate / 1e9:.3g}" for rate in (one.old_bytes_per_s, one.new_bytes_per_s))
@@ -157,7 +157,6 @@ def _print_drift(old: Network, new: Network) -> None:
     drifted = sum(one.surely > LIMIT for one in found)
     text = f"{drifted} of {len(found)} links have changed by more than {LIMIT:.0%} beyond their spread"
     console.print(text + (": choose configuration and order of ranks again" if drifted else ""))
-    units = (1, "day"), (24, "hour"), (1440, "minute"), (86400, "second")
-    per_day, unit = next((one for one in units if days * one[0] >= 1), units[-1])
-    again = counted(float(f"{days * per_day:.2g}"), unit)
+    unit_s, unit, _ = time_unit(again_s)
+    again = counted(float(f"{again_s / unit_s:.2g}"), unit)
     console.print(f"Measure again in {again}: before a link changes by {LIMIT:.0%} at the rate of the fastest")
