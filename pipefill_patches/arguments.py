@@ -37,7 +37,8 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--fill-cpu-backend",
         action="store_true",
-        help="run on the CPU over gloo even where there is a CUDA device (without one, this is what happens anyway)",
+        help="run on the CPU over gloo even where there is a CUDA device (without one, this is what happens anyway); "
+        "PIPEFILL_CPU_BACKEND=1 in the environment does the same",
     )
     return parser
 

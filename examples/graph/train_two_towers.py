@@ -1,6 +1,7 @@
 """Train a small model with two towers as a graph pipeline, and fill its bubbles with the jobs of ``--fill-jobs``.
 
-    pipefill graph plan examples/graph/two_towers.yaml --devices 4 --batch 8 --micro-batches 8 --json plan.json
+    pipefill graph plan examples/graph/two_towers.yaml --devices 4 --batch 8 --micro-batches 8 --network none \
+        --json plan.json
     RANKS=4 SCRIPT=examples/graph/train_two_towers.py scripts/train_local.sh --graph-plan plan.json \
         --train-iters 100 --lr 1e-3 --fill-jobs examples/jobs.yaml
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from megatron.fill.wings.graph.tree import decompose
 from megatron.fill.wings.graph.zoo import mmt
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 
+ROOT = Path(__file__).resolve().parents[3]
 TOWERS = """
 name: towers
 operators:
@@ -208,6 +210,15 @@ def test_plan_and_show(capsys, monkeypatch, tmp_path):
     status, _, err = pipefill(capsys, monkeypatch, *by_hand)
     assert status == 2
     assert "p.txt: C1: " in err
+
+
+def test_the_example_is_planned_for_as_many_ranks_as_it_is_started_with(capsys, monkeypatch):
+    example = ROOT / "examples" / "graph" / "train_two_towers.py"
+    said = (ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or "").replace("\\\n", " ")
+    planned, ranks = re.search(r"pipefill graph (plan .*?)--json .*RANKS=(\d+) ", said, re.DOTALL).groups()
+    _, out, _ = pipefill(capsys, monkeypatch, *planned.replace("examples/", f"{ROOT}/examples/").split())
+    assert f"\n{ranks} stages on {ranks} of {ranks} devices" in out
+    assert re.search(r", \d{3},\d{3} samples/s\n", out)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.fill.console import console_of
-from megatron.fill.display import counted, plain_table, size
+from megatron.fill.display import amount, counted, plain_table, size
 from megatron.fill.wings.graph.search import Found
 from megatron.fill.wings.graph.timeline import GraphTimeline
 
@@ -39,9 +39,8 @@ def print_timeline(timeline: GraphTimeline) -> None:
     console_of(_COLUMNS).print(table)
     shape = f"{counted(len(plan.stages), 'stage')} on {plan.devices} of {counted(plan.cluster.devices, 'device')}"
     print(f"\n{shape}, {plan.depth} deep{'; sequential' if plan.sequential else ''}")
-    print(
-        f"an iteration of {plan.batch} samples: {_time(timeline.period_ns / 1e9)}, {timeline.samples_s:,.4g} samples/s"
-    )
+    rate = f"{amount(timeline.samples_s)} samples/s"
+    print(f"an iteration of {plan.batch} samples: {_time(timeline.period_ns / 1e9)}, {rate}")
     print(f"time per sample at the bottleneck: {_time(plan.bottleneck_s)}")
     print(f"bubbles: {timeline.bubble_share():.1%} of the time of these devices")
     if plan.graph.ahead:
