@@ -215,7 +215,9 @@ def test_plan_and_show(capsys, monkeypatch, tmp_path):
 def test_the_example_is_planned_for_as_many_ranks_as_it_is_started_with(capsys, monkeypatch):
     example = ROOT / "examples" / "graph" / "train_two_towers.py"
     said = (ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or "").replace("\\\n", " ")
-    planned, ranks = re.search(r"pipefill graph (plan .*?)--json .*RANKS=(\d+) ", said, re.DOTALL).groups()
+    found = re.search(r"pipefill graph (plan .*?)--json .*RANKS=(\d+) ", said, re.DOTALL)
+    assert found is not None
+    planned, ranks = found.groups()
     _, out, _ = pipefill(capsys, monkeypatch, *planned.replace("examples/", f"{ROOT}/examples/").split())
     assert f"\n{ranks} stages on {ranks} of {ranks} devices" in out
     assert re.search(r", \d{3},\d{3} samples/s\n", out)
