@@ -11,6 +11,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
 
+from megatron.fill.errors import StoreError
 from megatron.fill.spec import typed
 from megatron.fill.status import JobState, Status
 from megatron.fill.store.schema import NAMES_LOCK, devices, jobs, profiles
@@ -174,11 +175,15 @@ class SqlTransaction:
 
 def _job(row: Row[Any]) -> Job:
     values = dict(row._mapping)
-    values["status"] = typed(Status, json.loads(values["status"]) | {"state": values.pop("state")})
-    values["work"] = typed(Work, json.loads(values.pop("spec")))
-    values["progress"] = Progress(**json.loads(values["progress"]))
-    values["result"] = json.loads(values["result"])
-    return Job(**values)
+    try:
+        values["status"] = typed(Status, json.loads(values["status"]) | {"state": values.pop("state")})
+        values["work"] = typed(Work, json.loads(values.pop("spec")))
+        values["progress"] = Progress(**json.loads(values["progress"]))
+        values["result"] = json.loads(values["result"])
+        return Job(**values)
+    except (ValueError, TypeError, AttributeError) as error:  # written by another version, or by hand
+        wrong = f"job {row.id} in the job store cannot be read: {error}"
+        raise StoreError(f"{wrong}; expected a row that this version of PipeFill writes") from None
 
 
 def _device(row: Row[Any]) -> DeviceEntry:

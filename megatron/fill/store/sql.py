@@ -6,6 +6,7 @@ PostgreSQL it locks the rows that it reads, and a claim skips rows that others h
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
 import sqlite3
@@ -17,7 +18,7 @@ from urllib.parse import quote
 
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL, Engine
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, DisconnectionError, IntegrityError, OperationalError, SQLAlchemyError
 
 from megatron.fill.errors import StoreError
 from megatron.fill.store.filesystem import has_locks, network_file_system
@@ -117,10 +118,11 @@ class SqlStore(JobStore):
 
 def _sqlite(url: URL, where: str, create: bool) -> Engine:
     path = Path(str(url.database))
+    missing = f"there is no job store {path}; expected a database file, or a folder with one"
     try:
         if not path.exists():
             if not create:
-                raise StoreError(f"there is no job store {path}; expected a database file, or a folder with one")
+                raise StoreError(missing)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     except OSError as error:
@@ -133,12 +135,29 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
     # WAL needs memory that all processes share, so a single machine; rollback journals need only file locks.
     journal = "DELETE" if network_file_system(path) else "WAL"
     existing = f"file:{quote(str(path))}?mode=rw"
-    engine = create_engine(
-        url, creator=lambda: sqlite3.connect(existing, uri=True, timeout=_SQLITE_WAIT_S, check_same_thread=False)
-    )
+
+    def identity() -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            at = path.stat()
+            return at.st_dev, at.st_ino
+        return None
+
+    def connect() -> sqlite3.Connection:
+        if identity() is None:
+            raise StoreError(missing)
+        return sqlite3.connect(existing, uri=True, timeout=_SQLITE_WAIT_S, check_same_thread=False)
+
+    engine = create_engine(url, creator=connect)
+
+    @event.listens_for(engine, "checkout")
+    def check(connection: object, record: Any, proxy: object) -> None:
+        # Of a file that was removed or replaced, nobody else sees what this connection would write.
+        if identity() != record.info["file"]:
+            raise DisconnectionError
 
     @event.listens_for(engine, "connect")
-    def prepare(connection: Any, record: object) -> None:
+    def prepare(connection: Any, record: Any) -> None:
+        record.info["file"] = identity()
         connection.isolation_level = None  # the driver would begin transactions by its own rules
         connection.execute(f"PRAGMA journal_mode = {journal}")
         # The usual NORMAL may lose the last commits in a power failure, and a finished job would run again.

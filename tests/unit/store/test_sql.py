@@ -54,6 +54,32 @@ def job(name: str = "pi") -> NewJob:
     return NewJob(name, Work("tasks:Pi"))
 
 
+def test_a_removed_database_is_missed_and_the_one_in_its_place_used(tmp_path):
+    with closing(open_store(tmp_path)) as store:
+        store.submit([job("before")])
+        for path in tmp_path.iterdir():
+            path.unlink()
+        with pytest.raises(StoreError, match="there is no job store"):
+            store.submit([job("lost")])
+        with closing(open_store(tmp_path)) as other:
+            other.submit([job("after")])
+            assert [one.name for one in store.list()] == ["after"]
+            store.submit([job("too")])
+            assert [one.name for one in other.list()] == ["after", "too"]
+
+
+@pytest.mark.parametrize("change", ["progress = '{\"new\": 1}'", "spec = '[]'", "status = '3'", "result = '['"])
+def test_a_row_that_cannot_be_read_is_named(url, change):
+    with closing(open_store(url)) as store:
+        store.submit([job()])
+        engine = create_engine(locate(url))
+        with engine.begin() as connection:
+            connection.execute(text(f"UPDATE pipefill_jobs SET {change}".replace(":", "\\:")))
+        engine.dispose()
+        with pytest.raises(StoreError, match="job 1 in the job store cannot be read"):
+            store.list()
+
+
 def test_importing_the_package_is_cheap():
     slow = ("torch", "sqlalchemy", "pydantic", "megatron.core")
     code = f"import sys, megatron.fill.store; sys.exit(any(name in sys.modules for name in {slow}))"
@@ -193,7 +219,7 @@ class TestOpening:
         store.submit([job()])
         store._engine.dispose()  # the connections, as after a while without use
         path.rename(away)
-        with pytest.raises(StoreError, match="file; expected a database in a folder that can be written"):
+        with pytest.raises(StoreError, match="there is no job store"):
             store.list()
         assert not path.exists()
         away.rename(path)
