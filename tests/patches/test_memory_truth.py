@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.fill.wings.configure.room import memory
 from megatron.fill.wings.mainjob.held import micro_batch
+from megatron.fill.wings.mainjob.kernels import Kernels
 from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from tests.e2e import training
@@ -51,6 +52,8 @@ LATENT = replace(
     dense_ffn=2048,
     predicted=1,
 )
+LATER = replace(GPT, positions=0, sequence=512, predicted=3)
+UNFUSED = Kernels(fused_gate=False)
 SHARED = replace(EXPERTS, layers=4, shared_width=2048)
 VIRTUAL: dict[str, Any] = {"chunks": 2, "schedule": "interleaved", "global_batch": 2}
 WIDE = replace(EXPERTS, layers=8, ffn_hidden=4096, experts=0, experts_per_token=1)
@@ -71,6 +74,9 @@ CASES = [
     ((LATENT, Parallel(pp=2, global_batch=2)), 1),
     ((LATENT, Parallel(pp=2, global_batch=2, recompute=Recompute.FULL, recomputed=1)), 1),
     ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
+    ((replace(SHARED, kernels=UNFUSED), Parallel(pp=2, global_batch=2)), 0),
+    ((replace(WIDE, kernels=UNFUSED), Parallel(pp=2, global_batch=2)), 0),
+    ((LATER, Parallel(pp=1, global_batch=2, recompute=Recompute.FULL)), 0),
 ]
 
 

@@ -158,6 +158,7 @@ def model_flags(model: ModelSpec) -> list[str]:
     switches = {
         "--moe-router-pre-softmax": bool(model.experts) and model.experts_per_token == 1,  # as Megatron demands
         "--swiglu": model.swiglu,
+        "--no-bias-swiglu-fusion": model.swiglu and not model.kernels.fused_gate,
         "--disable-bias-linear": model.swiglu,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,
     }

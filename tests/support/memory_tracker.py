@@ -119,6 +119,9 @@ def stand_in() -> None:
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         return torch.native_dropout(input, p, True)[0] if training and p else input  # one kernel, as on a GPU
 
+    def rms_norm(input: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        return torch.nn.functional.layer_norm(input, shape, weight, None, eps or 1e-5)  # keeps its input, as a GPU's
+
     def apply(self: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:
         for child in self.children():
             apply(child, function)
@@ -143,6 +146,7 @@ def stand_in() -> None:
     changes: tuple[tuple[Any, str, Any], ...] = (
         (mixed, "_unscale_main_grads_and_check_for_nan", all_finite),
         (torch.nn.functional, "dropout", dropout),
+        (torch.nn.functional, "rms_norm", rms_norm),
         (torch.nn.Module, "_apply", apply),
         (torch.distributed, "all_gather_object", gather_objects),
         (param_and_grad_buffer, "_coalescing_manager", lambda *_args, **_kwargs: contextlib.nullcontext()),

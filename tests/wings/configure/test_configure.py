@@ -584,6 +584,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --num-experts 2 --moe-layer-freq ([0]+[1])*11", "expected 1, or layers without experts before all"),
         (FLAGS + " --num-experts 2 --moe-layer-freq ([0]+[1]*11", "expected 1, or layers without experts before all"),
         (FLAGS + " --num-experts 2 --moe-layer-freq [1]*9**9**9", "expected 1, or layers without experts before all"),
+        (FLAGS + " --quick-geglu", "--quick-geglu without --disable-bias-linear or --no-bias-gelu-fusion"),
         (FLAGS + " --recompute-modules mlp", "--recompute-modules has mlp: expected --disable-bias-linear with it"),
         (
             FLAGS + " --group-query-attention --num-query-groups 3",
@@ -650,7 +651,7 @@ def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
     wide = read_flags([*FLAGS.split(), "--kv-channels", "128"]).model
     assert (wide.query_width, wide.attention_parameters) == (2 * plain.hidden, 2 * plain.attention_parameters)
     assert read_flags([*FLAGS.split(), "--swiglu"]).model.ffn == 1344  # two thirds, a multiple of 64
-    gated = read_flags([*FLAGS.split(), "--quick-geglu"]).model
+    gated = read_flags([*FLAGS.split(), "--quick-geglu", "--disable-bias-linear"]).model
     assert (gated.ffn, gated.mlp_parameters) == (plain.ffn, plain.mlp_parameters * 3 // 2)
     assert read_flags([*FLAGS.split(), "--group-query-attention"]).model.groups == 1  # Megatron's default
     assert read_flags([*FLAGS.split(), "--num-query-groups", "2"], ran=True).model == plain

@@ -36,7 +36,7 @@ CASES = [
     ("--squared-relu", "--disable-bias-linear"),
     ("--squared-relu", "--no-bias-gelu-fusion"),
     ("--bf16 --attention-backend local", "--spec local"),
-    ("--quick-geglu --swiglu", "-swiglu"),
+    ("--quick-geglu --disable-bias-linear --swiglu", "-swiglu"),
     ("--mtp-num-layers 1", "--position-embedding-type rope"),
     ("--mtp-num-layers 1 --use-rotary-position-embeddings", "--position-embedding-type rope"),
     ("--batch-size 4", "-batch-size 4"),

@@ -130,6 +130,21 @@ def test_attention_follows_from_the_flags(flags, flash, turned):
     assert not detailed(replace(GPT, heads=2), ["--bf16"]).kernels.flash  # heads of 512 channels
 
 
+@pytest.mark.parametrize(
+    ("flags", "fused"),
+    [
+        ("--swiglu", True),
+        ("--swiglu --disable-bias-linear", True),
+        ("--swiglu --no-bias-swiglu-fusion", False),
+        ("--quick-geglu --disable-bias-linear", False),
+        ("--quick-geglu --no-bias-gelu-fusion", False),
+        ("--quick-geglu", True),  # of experts
+    ],
+)
+def test_gates_are_fused_as_megatron_fuses_them(flags, fused):
+    assert detailed(GPT, flags.split()).kernels.fused_gate is fused
+
+
 def test_flash_attention_keeps_statistics_in_the_place_of_scores():
     cudnn = replace(GPT, kernels=Kernels(transformer_engine=True, flash=True))
     selective = kept_bytes(layer_tape(GPT, replace(ONE, recompute=Recompute.SELECTIVE)))

@@ -59,12 +59,16 @@ def _kernels(model: ModelSpec, given: Given) -> Kernels:
     fp8 = engine and _value(given, "--fp8-format") is not None
     recipe = _value(given, "--fp8-recipe") or "delayed"
     fused_loss = "--cross-entropy-loss-fusion" in given
+    unfused = ["--no-bias-swiglu-fusion"]
+    if "--quick-geglu" in given:  # which is fused together with a bias alone
+        unfused = ["--no-bias-gelu-fusion", "--disable-bias-linear"]
     engine_loss = fused_loss and _value(given, "--cross-entropy-fusion-impl") == "te"
     return Kernels(
         transformer_engine=engine,
         flash=flash,
         fused_softmax=engine or "--no-masked-softmax-fusion" not in given,
         wide_softmax=not engine and "--no-masked-softmax-fusion" in given and not given.keys().isdisjoint(_SINGLE),
+        fused_gate=given.keys().isdisjoint(unfused),
         turned=flash and backend != "fused" and model.latent is None,  # its heads are of two widths: cuDNN's
         masked="--no-create-attention-mask-in-dataloader" not in given,
         fused_loss=fused_loss and not engine_loss,

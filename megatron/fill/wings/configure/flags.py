@@ -182,6 +182,11 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             f"{_MODULES} has mlp: expected --disable-bias-linear with it, as the backward pass of an MLP that is "
             "computed again and has biases never ends in Megatron"
         )
+    if dense and "--quick-geglu" in names and names.isdisjoint(("--disable-bias-linear", "--no-bias-gelu-fusion")):
+        raise ConfigError(
+            "--quick-geglu without --disable-bias-linear or --no-bias-gelu-fusion: expected one of them, as Megatron "
+            "fuses it with a bias in experts alone"
+        )
     if "stage_layers" in fixed:
         _check_layout(fixed, fields["layers"])
         if later != fields.get("predicted", 0):

@@ -41,12 +41,12 @@ class MicroBatch:
         inner: a layer that creates its causal mask itself.
         outer: a layer of the first or the last virtual stage, which receive a mask with the tokens.
         inner_bare: likewise one of the first layers, which have no experts where others have some; ``outer_bare``.
-        later: a layer that predicts a later token, with what joins the token's embedding to the stream and its loss;
+        later: a layer that predicts a later token, with what joins the token's embedding to the stream;
             ``predicted`` is the number of them.
         tied: gradient of the output layer's weights, which waits for the embedding's if both are on one stage.
         tokens: tokens with their masks.
         embedding: kept by the embedding; ``embedding_work``: additional memory in its backward pass.
-        output: kept by the output layer and the loss; ``output_peak``: peak in their backward pass.
+        output: kept by the output layer and a loss; ``output_peak``: peak in their backward pass.
         passed: activations passed from stage to stage.
         buffer: Megatron's global buffer, shared by all microbatches.
         plain: the parts without recomputation, where it is of a virtual stage's first layers alone; else None.
@@ -117,7 +117,7 @@ def _micro_batch(
         outer=_layer(model, its, 0.0),
         inner_bare=_layer(model.bare, its, mask),
         outer_bare=_layer(model.bare, its, 0.0),
-        later=_later(model, its, size, output, output_peak),
+        later=_later(model, its, size),
         predicted=model.predicted,
         tied=_output_gradient_bytes(model, its) if model.tied_embeddings else 0.0,
         tokens=its.microbatch * (mask + _TOKEN_BYTES * model.sequence),
@@ -135,16 +135,16 @@ def _layer(model: ModelSpec, its: Parallel, mask_bytes: float) -> Pass:
     return Pass(kept_bytes(tape), peak_bytes(tape))
 
 
-def _later(model: ModelSpec, its: Parallel, size: Sizes, output: float, output_peak: float) -> Pass:
-    """Return the memory of a layer that predicts a later token; its loss's is that of the last layer's.
+def _later(model: ModelSpec, its: Parallel, size: Sizes) -> Pass:
+    """Return the memory of a layer that predicts a later token, without its loss.
 
-    The token's embedding and the stream have a norm each, and both are joined by a product (Megatron-core 0.19,
-    ``transformer/multi_token_prediction.py``).
+    The token's embedding and the stream have a norm each, and both are joined by a product, which full recomputation
+    does again too (Megatron-core 0.19, ``transformer/multi_token_prediction.py``).
     """
     layer = _layer(model, its, 0.0)
     joined = (2 + 2 * size.input) * size.residual
-    kept = joined + layer.kept_bytes
-    return Pass(kept + output, max(joined + layer.peak_bytes, kept + output_peak))
+    kept = size.residual if its.recompute is Recompute.FULL else joined
+    return Pass(size.mask + kept + layer.kept_bytes, size.mask + joined + layer.peak_bytes)
 
 
 def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int, dense: Sequence[int] = ()) -> list[Pass]:
@@ -201,8 +201,9 @@ def _pass(
         )  # the previous microbatch is released only after the loss
         later = (parts.plain or parts).later  # by blocks, none of them is computed again
         for _ in range(parts.predicted):
-            peak = max(peak, kept + later.peak_bytes + parts.output + before)
+            peak = max(peak, kept + max(later.peak_bytes, parts.embedding_work) + parts.tied)
             kept += later.kept_bytes
+        kept += parts.predicted * parts.output  # the losses come after all layers, that of the next token last
         peak = max(peak, kept + parts.output_peak + before)
         kept += parts.output
     # The gradient received from the next stage, and the one that the previous microbatch sent to the previous stage.

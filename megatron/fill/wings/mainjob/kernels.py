@@ -29,6 +29,7 @@ class Kernels:
         flash: True if attention keeps its softmax's statistics and no scores.
         fused_softmax: True if unfused attention scales and masks scores in its softmax.
         wide_softmax: True if its softmax takes and keeps scores in single precision.
+        fused_gate: True if a gate's activation and product are one function, which keeps its input alone.
         turned: True if attention's output is copied into the layers' order, and kept twice, as FlashAttention's library
             does for more than one sample.
         masked: True if the data loader makes a causal mask for each microbatch.
@@ -62,6 +63,7 @@ class Kernels:
     flash: bool = False
     fused_softmax: bool = True
     wide_softmax: bool = False
+    fused_gate: bool = True
     turned: bool = False
     masked: bool = True
     fused_loss: bool = False

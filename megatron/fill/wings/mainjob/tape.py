@@ -47,6 +47,7 @@ class Sizes:
     score_mask: float  # their dropout mask
     ffn: float  # activations inside the MLP after its activation function
     gated: float  # those before it
+    factors: float  # both factors of a gate that is not fused
 
 
 def sizes(model: ModelSpec, its: Parallel) -> Sizes:
@@ -58,6 +59,7 @@ def sizes(model: ModelSpec, its: Parallel) -> Sizes:
     latent = model.latent
     scores = rows * model.heads / its.tp * model.sequence * number
     ffn = rows * model.ffn / its.tp * number
+    unfused = model.swiglu and not model.kernels.fused_gate
     return Sizes(
         whole=whole,
         residual=whole / divisor,
@@ -73,6 +75,7 @@ def sizes(model: ModelSpec, its: Parallel) -> Sizes:
         score_mask=scores / number if model.attention_dropout else 0.0,
         ffn=ffn,
         gated=ffn * (2 if model.swiglu else 1),
+        factors=2 * ffn * unfused,
     )
 
 
@@ -230,7 +233,7 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
         return [
             norm,
             into,
-            Step("activation", size.gated, gradient + size.ffn + size.gated),
+            Step("activation", size.gated + size.factors, gradient + size.ffn + size.gated),
             Step("out of", size.input * size.ffn, gradient + size.whole + size.ffn + weights),
         ]
     passes = model.experts_per_token
@@ -239,7 +242,7 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     routed = passes * size.whole * gathered
     weights /= gathered
     # Without a fused gate, the activation's output is kept to scale it by the router's probability.
-    scaled = 0.0 if model.swiglu else passes * size.ffn
+    scaled = 0.0 if model.swiglu and model.kernels.fused_gate else passes * (size.ffn + size.factors)
     shared = _shared(model, its, size)
     entry = 0.0 if shared else size.residual  # the router and the shared experts keep one input
     out = 0.0 if its.computes_again("moe_act") else size.input * passes * size.ffn
@@ -263,12 +266,13 @@ def _shared(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     """
     if not model.shared_width:
         return []
-    ffn, gates = size.ffn * model.shared_width / model.ffn, 2 if model.swiglu else 1
+    ffn, factors = (part * model.shared_width / model.ffn for part in (size.ffn, size.factors))
+    gates = 2 if model.swiglu else 1
     weights = model.hidden * model.shared_width / its.tp * _gradient_bytes(model, its)
     gradient = 2 * size.residual
     steps = [
         Step("shared into", size.residual, gradient + gates * ffn + size.whole + gates * weights),
-        Step("shared activation", gates * ffn, gradient + ffn + gates * ffn),
+        Step("shared activation", gates * ffn + factors, gradient + ffn + gates * ffn),
         Step("shared out of", ffn, gradient + size.whole + ffn + weights),
     ]
     if its.computes_again("shared_experts"):
