@@ -41,7 +41,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.device.joining import flag_of
 from megatron.fill.device.meter import own_version
 from megatron.fill.device.mps import MpsDaemon
-from megatron.fill.display import never_fail_to_print
+from megatron.fill.display import counted, never_fail_to_print
 from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.jobs import submitter
 from megatron.fill.given.rankorder import load_rank_order
@@ -288,7 +288,9 @@ class Launch:
 
 def _counted(jobs: int, new: int) -> str:
     before = jobs - new
-    return f"{jobs} jobs" + (f" ({before} submitted here before: --fill-resubmit runs them anew)" if before else "")
+    return counted(jobs, "job") + (
+        f" ({before} submitted here before: --fill-resubmit runs them anew)" if before else ""
+    )
 
 
 def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> None:

@@ -188,7 +188,7 @@ class _View:
             slowdown = f"{its.mean:+.1%} ({its.low:+.1%} to {its.high:+.1%})"
         ended = "" if ending is SegmentEnding.RUNNING else f", the training has ended: {ending}"
         return (
-            f"{self._run}: {self._segment.ranks} ranks, {time.strftime('%H:%M:%S')}{ended}\n"
+            f"{self._run}: {counted(self._segment.ranks, 'rank')}, {time.strftime('%H:%M:%S')}{ended}\n"
             f"bubbles {_percent(live.bubble_share)}, harvest {_percent(live.harvest_ratio)}, slowdown {slowdown}\n"
             f"jobs: {self._queue()}; {live.jobs_done} done since this start"
         )

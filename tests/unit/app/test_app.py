@@ -251,6 +251,7 @@ def test_a_slurm_job_comes_back_to_its_run_folder(monkeypatch, variables, name):
 
 def test_jobs_that_are_not_submitted_again_are_counted():
     assert _counted(3, 3) == "3 jobs"
+    assert _counted(1, 1) == "1 job"
     assert _counted(3, 1) == "3 jobs (2 submitted here before: --fill-resubmit runs them anew)"
 
 

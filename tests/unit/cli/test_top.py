@@ -130,7 +130,7 @@ def test_ranks_that_come_later_are_found_and_a_new_start_of_the_training_is_foll
         begin_segment(run, "train", 54321)
         restarted = ControlPage.create(0)
         restarted.announce(run)
-        terminal.wait_for(b"54321")
+        terminal.wait_for(b"54,321 ranks")
         terminal.press(b"d")
         terminal.wait_for(b"DRAINING on this node")
         assert restarted.state is RunState.DRAINING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.fill.display import counted
 from megatron.fill.linux.files import replacing
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.wings.graph.plan import Plan
@@ -98,9 +99,8 @@ def _draw_stages(axes: Axes, plan: Plan, places: list[tuple[int, int]]) -> None:
         )
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(lanes - 0.5, -0.5), xticks=[], yticks=[])
     kind = "sequential pipeline" if plan.sequential else "graph of stages"
-    title = (
-        f"{plan.graph.name}, {kind} on {plan.devices} devices, {plan.batch} samples: stage, devices x samples on each"
-    )
+    sizes = f"{counted(plan.devices, 'device')}, {counted(plan.batch, 'sample')}"
+    title = f"{plan.graph.name}, {kind} on {sizes}: stage, devices x samples on each"
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
     axes.spines[:].set_visible(False)
 

@@ -46,9 +46,8 @@ def print_timeline(timeline: GraphTimeline) -> None:
     if plan.graph.ahead:
         bubble_s = timeline.bubble_share() * timeline.period_ns / 1e9
         ahead_s = plan.costs.ahead_s(min(its.micro_batch for its in plan.stages)) / plan.devices
-        print(
-            f"ahead: {len(plan.graph.ahead)} operators, {_time(ahead_s)} of each device's {_time(bubble_s)} of bubbles"
-        )
+        operators = counted(len(plan.graph.ahead), "operator")
+        print(f"ahead: {operators}, {_time(ahead_s)} of each device's {_time(bubble_s)} of bubbles")
 
 
 def print_faster(replicated: GraphTimeline, planned: GraphTimeline) -> None:

@@ -15,6 +15,7 @@ from megatron.fill import untrusted
 from megatron.fill.cli import views
 from megatron.fill.cli.options import Json, Store, check_writable, opened
 from megatron.fill.console import progress
+from megatron.fill.display import counted
 from megatron.fill.errors import ConfigError, JobError
 from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState
@@ -224,7 +225,7 @@ def _shape(tree: str) -> list[int] | str:
 
 
 def _introduce(requests: Path, count: int, refused: Sequence[Refused]) -> None:
-    print(f"{requests}: {count} requests" + (f", {len(refused)} of them wrong:" if refused else ""))
+    print(f"{requests}: {counted(count, 'request')}" + (f", {len(refused)} of them wrong:" if refused else ""))
     for one in refused[:_REFUSED_SHOWN]:
         print(f"  line {one.line}: {one.message}")
     if len(refused) > _REFUSED_SHOWN:

@@ -18,6 +18,7 @@ import typer
 from megatron.fill.cli import views
 from megatron.fill.cli.options import Device, JobName, Json, Store, checked_device, opened
 from megatron.fill.console import progress
+from megatron.fill.display import counted
 from megatron.fill.errors import ConfigError, JobError, TaskError
 from megatron.fill.folders import JOBS, output_file, run_of
 from megatron.fill.status import Cause, JobState, Status
@@ -86,7 +87,7 @@ def evaluate(name: JobName, store: Store = None, device: Device = None, as_json:
         for line in new:
             print(as_text(line))
         took = f"{len(new)} evaluated in {seconds:.1f} s on {where}" if new else "none was left to evaluate"
-        print(f"{took}; {len(found)} checkpoints are in {file}.")
+        print(f"{took}; {counted(len(found), 'checkpoint')} in {file}.")
     if why:
         print(f"pipefill: {job.name}: {why}", file=sys.stderr)
     raise typer.Exit(status)
