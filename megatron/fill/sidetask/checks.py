@@ -22,6 +22,13 @@ def whole_numbers(name: str, given: list[int] | None, default: Sequence[int]) ->
     return list(default if given is None else given)
 
 
+def check_texts(**arguments: object) -> None:
+    """Raise a ValueError for a value that is no list of texts, as a single text is none."""
+    for name, value in arguments.items():
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{name} is {value!r}: expected a list of texts")
+
+
 def divisors(name: str, given: list[int] | None, size: int) -> list[int]:
     """Return divisors of ``size``, the largest first, all for None; ValueError if one is none, or the list empty."""
     found = [value for value in range(size, 0, -1) if size % value == 0]

@@ -243,6 +243,18 @@ def test_what_was_done_before_counts_once(models, tmp_path):
     assert before + after == pytest.approx(12)
 
 
+def test_no_step_after_a_checkpoint_takes_work_back(models, tmp_path):
+    lines = [request(at, prompt=LETTERS[:9], max_tokens=10) for at in range(3)]
+    begun: dict[str, Any] = {"notes": [], "finish": None, "text": "", "pooled": None}
+    # 0.1, 0.2 and 0.3 of a request: one after the other they are more than Python's sum of them
+    state = {"sequences": [[at + 1, 0, {"generated": [0] * (at + 1)} | begun] for at in range(3)]}
+    made = job(models, write(tmp_path / "in.jsonl", lines), tmp_path / "job", state=state, chunks=[1])
+    work = [made.run_next_step()]
+    while made.next_node:
+        work.append(made.run_next_step())
+    assert min(work) == 0.0
+
+
 def test_memory_that_the_training_needs_is_given_back_and_nothing_changes(models, tmp_path):
     requests = write(tmp_path / "in.jsonl", some_requests())
     run(job(models, requests, tmp_path / "undisturbed"))
@@ -332,6 +344,7 @@ def test_a_request_beyond_where_rope_changes_is_refused_and_says_so(models, tmp_
         ({"dtype": "int8"}, "dtype is"),
         ({"kv_bytes": "many"}, "many"),
         ({"pieces": 0}, "pieces is 0"),
+        ({"draft": "/models/small"}, "draft is '/models/small': expected a list of texts"),
     ],
 )
 def test_wrong_arguments_are_refused(models, tmp_path, args, message):

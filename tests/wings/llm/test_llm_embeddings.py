@@ -40,7 +40,8 @@ def expected(text, pooling):
 def test_they_are_those_of_the_model_alone_and_harm_no_other_request(models, tmp_path, pooling):
     lines = [request(0, URL, input=TEXTS), request(1, URL, input=TEXTS[1], encoding_format="base64")]
     lines += [request(2 + at, prompt="abcdef"[at:], max_tokens=9, temperature=0) for at in range(3)]
-    lines += [request(9, URL, input=["abc", "a" * CONTEXT]), request(10, URL, input=[1, 999])]
+    lines += [request(9, URL, input=["abc", "a" * (CONTEXT + 1)]), request(10, URL, input=[1, 999])]
+    lines += [request(11, URL, input=LETTERS[:32] * 6)]
     made = job(models, write(tmp_path / "in.jsonl", lines), tmp_path / "job", chunks=[16], pooling=pooling)
     work, finished = run(made)
     assert finished
@@ -61,7 +62,9 @@ def test_they_are_those_of_the_model_alone_and_harm_no_other_request(models, tmp
         text = "".join(LETTERS[token] for token in tokens).partition(".")[0]
         assert found[f"r{2 + at}"]["body"]["choices"][0]["text"] == text
     assert [found[name]["status_code"] for name in ("r9", "r10")] == [400, 400]
-    assert "fewer than the context" in found["r9"]["body"]["error"]["message"]
+    assert "expected at most the context, 192" in found["r9"]["body"]["error"]["message"]
+    whole = found["r11"]["body"]["data"][0]["embedding"]
+    assert np.allclose(whole, expected(LETTERS[:32] * 6, pooling), atol=1e-5)
 
 
 def test_room_that_is_lost_and_a_state_that_is_loaded_change_no_vector(models, tmp_path):

@@ -97,7 +97,7 @@ class Answering:
         """Requests done since the last call; one in progress counts as the part of its tokens that is there."""
         done = self.answered + sum(begun.done for begun in self._begun.values())
         new, self._counted = done - self._counted, done
-        return new
+        return max(0.0, new)  # what was done before a checkpoint was added up in another order
 
     def state_dict(self) -> dict[str, Any]:
         """Sequences of requests that are not answered yet."""
@@ -177,9 +177,13 @@ class Answering:
             ValueError: there is no room for any, or for fewer than the model itself has room for.
         """
         context, asked = self._context.tokens, request.max_tokens
-        if context <= prompt:
+        embeds = request.encoding is not None  # nothing is generated then, and the prompt may fill the context
+        if context < prompt + (not embeds):
             why = "" if self._context.reason is None else f"; {self._context.reason}"
-            raise ValueError(f"the prompt has {prompt} tokens; expected fewer than the context, {context}{why}")
+            most = "at most" if embeds else "fewer than"
+            raise ValueError(f"the prompt has {prompt} tokens; expected {most} the context, {context}{why}")
+        if embeds:
+            return 1
         if asked is not None and self._context.reason is not None and prompt + asked > context:
             raise ValueError(
                 f"{prompt} tokens and up to {asked} more; expected at most {context} in all: {self._context.reason}"

@@ -10,7 +10,7 @@ from megatron.fill.display import mib
 from megatron.fill.errors import TaskError
 from megatron.fill.given.quantities import parse_bytes
 from megatron.fill.profiles import Configuration
-from megatron.fill.sidetask.checks import check_whole, whole_numbers
+from megatron.fill.sidetask.checks import check_texts, check_whole, whole_numbers
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.wings.llm import fitting
 from megatron.fill.wings.llm.answers import AnswerFile
@@ -82,6 +82,7 @@ class BatchJob(NodeTask):
         from megatron.fill.wings.llm.grammar import Grammars
         from megatron.fill.wings.llm.models import load_language_model, merge_adapter
 
+        check_texts(draft=draft or [])
         self._shapes = read_shapes(tree) if draft else [()]
         if rule not in _RULES:
             raise ValueError(f"rule is {rule!r}: expected one of {', '.join(_RULES)}")
