@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from typing import Any
 
+from megatron.fill.errors import TaskError
 from megatron.fill.profiles import Configuration, Offload
 from megatron.fill.sidetask.checks import check_whole, whole_numbers
 from megatron.fill.sidetask.modeljob import ModelJob
@@ -107,8 +108,12 @@ class BatchInferenceJob(ModelJob):
             last = self.next_node + 1 == len(self._runner.split.segments)
             self.next_node = write if last else self.next_node + 1
             return 0.0
-        count = len(self._batch)
-        self.write(self.rows(self._runner.output())[:count], list(range(self._done, self._done + count)))
+        rows, count, full = self.rows(self._runner.output()), len(self._batch), self._full_batch()
+        if rows.shape[:1] != (full,):
+            raise TaskError(
+                f"the model's output is of shape {tuple(rows.shape)}: expected a row for each of {full} samples"
+            )
+        self.write(rows[:count], list(range(self._done, self._done + count)))
         self._runner.clear()
         self._done += count
         self.next_node = 0
@@ -119,11 +124,16 @@ class BatchInferenceJob(ModelJob):
         import torch
         from torch.utils import _pytree as pytree
 
-        return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                return leaf
+        raise TaskError(
+            f"the model's output is a {type(output).__name__} without a tensor: expected one, or own rows()"
+        )
 
     def write(self, outputs: Any, indices: list[int]) -> None:
         """Write the outputs of the samples ``indices``.  By default, flattened, as rows of the Parquet file."""
-        self._file.add({"index": indices, "output": outputs.float().flatten(1).cpu().tolist()})
+        self._file.add({"index": indices, "output": outputs.float().reshape(len(outputs), -1).cpu().tolist()})
 
     def stop(self) -> None:
         if hasattr(self, "_file"):

@@ -40,7 +40,7 @@ class ParquetFile:
     @property
     def complete(self) -> bool:
         """True if the file was assembled, before or after the state that was loaded."""
-        return self._part > 0 and self.path.exists() and not self._parts.exists()
+        return self._part > 0 and self.path.exists() and not self._part_path(0).exists()
 
     def add(self, columns: dict[str, list[Any]]) -> None:
         """Append rows, and write every part that is full."""
@@ -52,6 +52,7 @@ class ParquetFile:
     def assemble(self) -> bool:
         """Append the next part, after the last row was added; return True if the file is complete."""
         if self.complete:
+            shutil.rmtree(self._parts, ignore_errors=True)
             return True
         if self._waiting():
             self._write_part()
@@ -66,8 +67,8 @@ class ParquetFile:
             return False
         self._writer.close()
         os.replace(scratch, self.path)
-        shutil.rmtree(self._parts)
-        return True
+        self._part_path(0).unlink()  # at once it is complete, whatever a kill leaves of the other parts
+        return self.assemble()
 
     def close(self) -> None:
         if self._writer is not None:

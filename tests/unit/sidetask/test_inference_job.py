@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.inference import BatchInferenceJob
 from tests.support.drive import begin, drive, finish
 from tests.unit.sidetask.test_training_job import points
@@ -55,6 +57,56 @@ def test_interrupted_anywhere_no_row_is_lost_or_doubled(tmp_path):
         finish(begin(BatchInferenceJob, directory, state, **ARGS))
         assert read(directory)[0] == list(range(10))
         assert np.array_equal(read(directory)[1], read(tmp_path / "whole")[1])
+
+
+def test_killed_while_the_parts_are_removed_it_is_complete(tmp_path, monkeypatch):
+    def killed(folder: Path, **_: Any) -> None:
+        next(folder.iterdir()).unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    machine = begin(BatchInferenceJob, tmp_path, **ARGS)
+    for _ in range(9):  # three batches, of which three parts are full
+        machine.run_next_step()
+    state = machine.state_dict()
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finish(machine)
+    monkeypatch.undo()
+    finish(begin(BatchInferenceJob, tmp_path, state, **ARGS))
+    assert read(tmp_path)[0] == list(range(10))
+    assert [path.name for path in tmp_path.glob("output*")] == ["output.parquet"]
+
+
+class Odd(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.layer(x)
+        if self.kind == "numbers":
+            return found.sum(1)
+        return found.T if self.kind == "turned" else {"text": "none"}
+
+
+def test_an_output_may_be_a_number_for_each_sample(tmp_path):
+    args = ARGS | {"model": "tests.unit.sidetask.test_inference_job:Odd", "model_args": {"kind": "numbers"}}
+    task = drive(BatchInferenceJob, tmp_path, **args, split="whole")
+    expected = task.model(torch.stack([x for x, _ in points()])).detach().numpy()
+    np.testing.assert_allclose(read(tmp_path)[1][:, 0], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("turned", r"output is of shape \(3, 4\): expected a row for each of 4 samples"),
+        ("nothing", "output is a dict without a tensor"),
+    ],
+)
+def test_an_output_without_a_row_for_each_sample_is_refused(tmp_path, kind, message):
+    args = ARGS | {"model": "tests.unit.sidetask.test_inference_job:Odd", "model_args": {"kind": kind}}
+    with pytest.raises(TaskError, match=message):
+        drive(BatchInferenceJob, tmp_path, **args, split="whole")
 
 
 @pytest.mark.parametrize(
