@@ -24,7 +24,7 @@ from megatron.fill.wings.llm.cache import pages_for  # noqa: E402
 from megatron.fill.wings.llm.evaluate import _CHECK  # noqa: E402
 from megatron.fill.wings.llm.heldout import validation_samples  # noqa: E402
 from megatron.fill.wings.llm.megatron import IncompleteCheckpoint, checkpoints, latest, load_megatron  # noqa: E402
-from megatron.fill.wings.llm.models import load_language_model  # noqa: E402
+from megatron.fill.wings.llm.models import load_language_model, tokenizer_of  # noqa: E402
 from megatron.fill.wings.llm.passes import ModelRunner, RowInput, decoder_layers, layer_by_layer  # noqa: E402
 
 HIDDEN, LAYERS, LENGTH = 16, 2, 8
@@ -280,6 +280,15 @@ def test_what_only_samples_need_is_looked_into_with_samples_only(data, tmp_path,
         run(made, 1, monkeypatch)
 
 
+def test_a_prompt_keeps_its_end_and_as_much_as_there_is_room_for_follows(data, tmp_path):
+    checkpoint(tmp_path / "saved", 5, data[0])
+    model, args = load_megatron(tmp_path / "saved")
+    made = task(tmp_path / "job", tmp_path / "saved", prompts=["ab", "0123456789"], new_tokens=LENGTH)
+    waiting = made._engine(model, tokenizer_of(args)).room.waiting
+    wanted = [(bytes(one.wanted.prompt).decode(), one.wanted.most) for one in waiting]
+    assert wanted == [("ab", LENGTH - 2), ("3456789", 1)]
+
+
 def test_a_checkpoint_that_is_deleted_meanwhile_is_left_out(data, tmp_path, monkeypatch):
     saved = tmp_path / "saved"
     path = checkpoint(saved, 5, data[0])
@@ -352,6 +361,7 @@ def test_what_runs_a_model_stops_before_each_layer_and_leaves_nothing_when_it_is
     [
         ({"metrics": ["accuracy"]}, "metrics has 'accuracy'"),
         ({"metrics": ["samples"]}, "prompts is empty"),
+        ({"prompts": "ab"}, "prompts is 'ab': expected a list of texts"),
         ({"new_tokens": 0}, "new_tokens is 0"),
         ({"samples": -1}, "samples is -1"),
     ],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.base import SideTask
-from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.checks import check_texts, check_whole
 from megatron.fill.wings.llm.evaluations import as_text, read_evaluations, write_evaluations, write_to_tensorboard
 from megatron.fill.wings.llm.fitting import pieces_of, settle
 
@@ -63,14 +63,15 @@ class EvaluateCheckpoints(SideTask):
             checkpoints: the training's ``--save`` folder; it need not be there yet.
             metrics: ``loss``, ``samples``; None for the loss, and samples if there are prompts.
             samples: sequences of the validation split; None for as many as the training's own evaluation has.
-            prompts: texts that the model continues, greedily.
-            new_tokens: number of tokens generated after each prompt.
+            prompts: texts that the model continues, greedily; of one that is longer than its context, the last tokens.
+            new_tokens: number of tokens generated after each prompt; fewer where the context ends.
             batch_size: sequences in a pass.
 
         Raises:
             ValueError: an argument is wrong.
             TaskError: the ``evaluations.jsonl`` that is there cannot be read.
         """
+        check_texts(metrics=metrics or [], prompts=prompts or [])
         self._metrics = metrics or ["loss", *(["samples"] if prompts else [])]
         for metric in self._metrics:
             if metric not in _METRICS:
@@ -80,7 +81,7 @@ class EvaluateCheckpoints(SideTask):
         check_whole(
             new_tokens=(new_tokens, 1), batch_size=(batch_size, 1), samples=(1 if samples is None else samples, 1)
         )
-        self._folder, self._count, self._prompts = Path(checkpoints), samples, list(prompts or [])
+        self._folder, self._count, self._prompts = Path(checkpoints), samples, prompts or []
         self._new_tokens, self._batch = new_tokens, batch_size
         # Iterations that were evaluated, here or by "pipefill evaluate", or that cannot be any more.
         self._done = list(read_evaluations(self.context.directory))
@@ -236,8 +237,9 @@ class EvaluateCheckpoints(SideTask):
         runner = ModelRunner(model, context, pieces_of(model, 64, device), tokenizer.size)
         engine = Engine([runner], tokenizer.decode, tokenizer.eos_ids, matching, [()], self._batch, 64, clock(device))
         for number, prompt in enumerate(self._prompts):
-            tokens = tokenizer.encode(prompt)[: context - self._new_tokens] or sorted(tokenizer.eos_ids)[:1]
-            engine.room.waiting.append(GeneratedSequence(Wanted(tuple(tokens), self._new_tokens), number))
+            tokens = tokenizer.encode(prompt)[1 - context :] or sorted(tokenizer.eos_ids)[:1]
+            most = min(self._new_tokens, context - len(tokens))
+            engine.room.waiting.append(GeneratedSequence(Wanted(tuple(tokens), most), number))
         return engine
 
     def _note(self, found: dict[str, float], texts: list[str]) -> None:
