@@ -60,6 +60,27 @@ def test_what_is_left_has_labels_of_no_span_that_is_done(examples, source):
         assert inputs["input_ids"].tolist() == windows.inputs[at].tolist()
 
 
+def test_an_answer_follows_its_prompt_without_the_token_that_begins_a_text(tmp_path):
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    where = folder(tmp_path / "model", model())
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    end = len(LETTERS) - 1
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{LETTERS[-1]} $A", special_tokens=[(LETTERS[-1], end)]
+    )
+    tokenizer.save_pretrained(where)
+    body = {"prompt": "ab", "max_tokens": 3}
+    line = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": body}
+    choice = {"index": 0, "text": "cde", "finish_reason": "length"}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    given = {"custom_id": "r", "response": {"status_code": 200, "body": {"choices": [choice]}}}
+    (tmp_path / "out.jsonl").write_text(json.dumps(given) + "\n")
+    pairs = answered(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), load_tokenizer(where))
+    assert list(pairs) == [([end, 0, 1], [2, 3, 4])]
+
+
 @pytest.fixture(scope="module")
 def given_files(tmp_path_factory):
     """A large model's folder, requests, and its greedy answers, which are those of ``transformers``."""

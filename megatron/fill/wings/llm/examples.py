@@ -33,7 +33,7 @@ def answered(requests: str, answers: str, tokenizer: Tokenizer) -> Iterator[tupl
             continue
         prompts = prompt_tokens(line, tokenizer, tokenizer.size) if line.custom_id in texts else []
         for index, text, stopped in texts.get(line.custom_id, ()):
-            tokens = tokenizer.encode(text)
+            tokens = tokenizer.encode(text, special=False)
             if stopped and not line.stop:
                 tokens += sorted(tokenizer.eos_ids)[:1]
             if tokens:

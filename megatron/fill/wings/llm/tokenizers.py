@@ -31,9 +31,9 @@ class FolderTokenizer:
         # What a text without tokens begins with.
         self.begins = next((one for one in (tokenizer.bos_token_id, *sorted(self.eos_ids)) if one is not None), None)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt."""
-        return list(self.inner(text)["input_ids"])
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a prompt; without ``special``, of a text that goes on with one."""
+        return list(self.inner(text, add_special_tokens=special)["input_ids"])
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """The text of ids; an incomplete character becomes U+FFFD.
@@ -124,7 +124,7 @@ class ByteTokenizer:
         self.size, self._end, self.eos_ids = size, end, frozenset([end])
         self.begins: int | None = end
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode(errors="replace"))
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
