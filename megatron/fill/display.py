@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.fill.types import JobState
@@ -19,6 +20,8 @@ STATE_COLOURS = {  # styles of rich
     JobState.FAILED: "red",
     JobState.CANCELLED: "yellow",
 }
+
+_RESULTS, _RESULT = 6, 40  # values printed of one job, and letters of each
 
 
 _TIMES = ((86400.0, "day", "d"), (3600.0, "hour", "h"), (60.0, "minute", "min"), (1.0, "second", "s"))
@@ -93,3 +96,17 @@ def counted(number: float, noun: str) -> str:
 def one_line(text: str) -> str:
     """Return the text with a space in place of each unprintable character."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def results(result: Mapping[str, Any]) -> str:
+    """Return the first values that a task reported, on one line."""
+    values = [f"{_cut(str(name))} {_value(value)}" for name, value in list(result.items())[:_RESULTS]]
+    return ", ".join(values) + (", ..." if len(result) > _RESULTS else "")
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    return one_line(text if len(text) <= _RESULT else f"{text[: _RESULT - 3]}...")

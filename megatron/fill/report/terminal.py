@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.fill.display import STATE_COLOURS, amount, counted, one_line, percent
+from megatron.fill.display import STATE_COLOURS, amount, counted, one_line, percent, results
 from megatron.fill.records.segment import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.idle import late_lines, print_account, print_timers, print_waits
@@ -34,7 +33,6 @@ from megatron.fill.types import PIPELINE_KINDS, JobState
 _GIB = 2**30
 _BRAKES = 5  # stops of one rank that are printed
 _JOBS, _SEGMENTS = 40, 10  # numbers of jobs and segments that are printed
-_RESULTS, _RESULT = 6, 40  # values printed of one job, and letters of each
 _LEAST = 0.0005  # share of the whole from which on a use has a column: all of them are too wide for 80 columns
 _ENDED = {
     SegmentEnding.RUNNING: "goes on",
@@ -146,19 +144,9 @@ def _below_jobs(jobs: Sequence[JobReport], shown: Sequence[JobReport]) -> Iterat
         states = Counter(job.state for job in jobs)
         counts = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
         yield f"{len(shown)} of {len(jobs):,} jobs are shown ({counts}); report.json has them all"
-    lines = [f"  {one_line(job.name)}: {_result(job.result)}" for job in shown if job.result]
+    lines = [f"  {one_line(job.name)}: {results(job.result)}" for job in shown if job.result]
     if lines:
         yield from ("Results", *lines, "")
-
-
-def _result(result: Mapping[str, Any]) -> str:
-    values = [f"{one_line(str(name)[:_RESULT])} {_value(value)}" for name, value in list(result.items())[:_RESULTS]]
-    return ", ".join(values) + (", ..." if len(result) > _RESULTS else "")
-
-
-def _value(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else one_line(str(value))
-    return text if len(text) <= _RESULT else f"{text[: _RESULT - 3]}..."
 
 
 def _segment_lines(segments: Sequence[SegmentReport]) -> Iterator[str]:

@@ -9,11 +9,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron.fill.errors import FillError
+from megatron.fill.errors import FillError, TaskError
 from megatron.fill.sidetask.base import SideTask
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _IMPORTING = ("<frozen importlib.", "/importlib/__init__.py")
+
+
+class PrintedError(TaskError):
+    """A failure in another process of the task, which has printed its traceback."""
 
 
 def task_traceback(error: BaseException) -> str:
@@ -21,6 +25,8 @@ def task_traceback(error: BaseException) -> str:
 
     For an error of PipeFill with a cause, it is that of the cause, since the message is reported separately.
     """
+    if isinstance(error, PrintedError):
+        return ""
     if isinstance(error, FillError) and error.__cause__ is not None:
         error = error.__cause__
     whole = traceback.TracebackException.from_exception(error, compact=True)

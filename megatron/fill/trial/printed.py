@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.fill.console import facts_table, harmless, literal
-from megatron.fill.display import plain_table, size
+from megatron.fill.display import plain_table, results, size
 from megatron.fill.trial.result import Ended, RoundTrip, Trial
 
 _CALLBACKS = (
@@ -78,7 +78,7 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
         of = "" if trial.total_work is None else f" of {trial.total_work:g}"
         yield "work", f"{trial.work_done:g}{of} {unit}{', finished' if trial.finished else ''}"
     if trial.result:
-        yield "result", ", ".join(f"{name}={value}" for name, value in trial.result.items())
+        yield "result", results(trial.result)
 
 
 def _hint(text: str) -> Table:

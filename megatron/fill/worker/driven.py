@@ -21,7 +21,7 @@ from megatron.fill.errors import TaskError
 from megatron.fill.linux import host
 from megatron.fill.linux.wakeup import readable
 from megatron.fill.sidetask.base import SideTask, TaskContext
-from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.blame import PrintedError, task_traceback
 from megatron.fill.sidetask.imperative import ImperativeTask
 from megatron.fill.sidetask.machine import TaskMachine
 
@@ -124,7 +124,7 @@ class Driven(SideTask):
         self.context.total_work = said.get("total", self.context.total_work)
         self.context.result = said.get("result", self.context.result)
         if "error" in said:
-            raise MemoryError(said["error"]) if said["memory"] else TaskError(said["error"])
+            raise MemoryError(said["error"]) if said["memory"] else PrintedError(said["error"])
 
 
 class _Stop(BaseException):

@@ -199,7 +199,7 @@ def shown(trial: Trial) -> str:
 
 
 def test_it_is_printed_in_80_columns():
-    trial = replace(judged(FIRST, run()), total_work=1e6, result={"loss": 0.5}, folder="/tmp/x")
+    trial = replace(judged(FIRST, run()), total_work=1e6, result={"loss": 0.5, "text": "x" * 5000}, folder="/tmp/x")
     text = shown(trial)
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
@@ -212,7 +212,7 @@ def test_it_is_printed_in_80_columns():
         "memory 30 MiB at most, of 256 MiB",
         "checkpoint 119 bytes: saved at 40 turns, and a new process went on from there",
         "work 200 of 1e+06 turns",
-        "result loss=0.5",
+        f"result loss 0.5, text {'x' * 37}...",
         "It would run.",
         "Its folder: /tmp/x",
     ):

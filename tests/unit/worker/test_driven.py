@@ -14,6 +14,7 @@ import pytest
 from megatron.fill.device.port import Limits
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask import ImperativeTask, TaskContext
+from megatron.fill.sidetask.blame import task_traceback
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.work import Work
 from megatron.fill.worker.driven import Driven
@@ -165,8 +166,9 @@ def test_without_a_unit_of_its_own_time_counts(tmp_path):
 def test_a_failure_of_the_workload_is_the_jobs(tmp_path, capfd):
     machine = begin(Counts(), tmp_path, fail_at=3)
     machine.start()
-    with pytest.raises(TaskError, match=r"ValueError: no more in run_gpu_workload\(\)"):
+    with pytest.raises(TaskError, match=r"ValueError: no more in run_gpu_workload\(\)") as caught:
         run_on(machine)
+    assert task_traceback(caught.value) == ""  # its own process has printed it
     machine.stop()
     assert "in run_gpu_workload" in capfd.readouterr().err
     assert calls(tmp_path)[-1] == "stop 3"
