@@ -166,7 +166,7 @@ class AnswerFile:
     def __init__(self, path: str | Path) -> None:
         """Open the file, and make it if it is not there; OSError if it cannot be read or written."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._ids: set[str] = set()
+        self._path, self._ids = path, set[str]()
         self._end = 0
         """Bytes of complete lines."""
         try:
@@ -203,8 +203,10 @@ class AnswerFile:
             written = 0
             while written < len(data):
                 written += os.pwrite(self._fd, data[written:], self._end + written)
-        except BaseException:
+        except BaseException as error:
             os.ftruncate(self._fd, self._end)
+            if isinstance(error, OSError):
+                error.filename = str(self._path)  # a descriptor has no name: say which disk is full
             raise
         self._ids.add(line["id"])
         self._end += len(data)
