@@ -99,6 +99,8 @@ def _watched(train_step: Call, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _starting(initialize: Call, /, *args: Any, **kwargs: Any) -> Any:
+    if attached.on_restart is not None:
+        attached.on_restart()
     result = initialize(*args, **kwargs)
     from megatron.training import get_args
 

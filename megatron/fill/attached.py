@@ -34,6 +34,8 @@ class Attached:
 
     # Called with the parsed command line; ConfigError, for a wrong ``--fill-*`` flag, ends the training.
     on_parse: Callable[[Namespace], None] | None = None
+    # Called before Megatron's process groups are made, again if a process trains again (--inprocess-restart).
+    on_restart: Callable[[], None] | None = None
     # Called when Megatron's process groups exist; RunTaken, raised on every rank, ends the training.
     on_start: Callable[[RankInfo, Namespace], None] | None = None
     # Returns True to keep offloading the optimizer's state to the host, given the bytes gained, and the time lost per

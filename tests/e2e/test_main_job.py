@@ -58,6 +58,14 @@ def test_no_rank_needs_the_process_groups_at_its_end_nor_waits_for_rank_0(tmp_pa
     assert [rank["rank"] for rank in trained.report["ranks"]] == [0, 1]
 
 
+def test_a_training_that_begins_again_in_its_process_is_a_segment_of_its_own(tmp_path):
+    script = ("-m", "pipefill_patches", "tests/e2e/ending.py", "again", SCRIPT)
+    trained = train(tmp_path, f"{write_jobs(tmp_path, SPIN)} {WARM}", 9, script)
+    segments = [(one["ending"], one["iterations"]) for one in trained.report["segments"]]
+    assert segments == [("failed", 3), ("by itself", 9)]
+    assert len(trained.losses) == 9
+
+
 def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_losses(tmp_path):
     """Iterations before and after a checkpoint at any moment equal all at once; the side task goes on from its own."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

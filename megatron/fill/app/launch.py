@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -262,13 +263,25 @@ class Launch:
         """End PipeFill's part after the training has failed, and print the state of its jobs."""
         if self._run_dir is not None:  # the launcher ends all ranks when one has failed; this must finish before
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._break_off()
+        if self.session is not None and self.session.settings.serves:
+            with kept("it is not known where its jobs are"):
+                tell_of_jobs(self.session, [job.name for job in self._jobs])
+
+    def on_restart(self) -> None:
+        """End what an earlier start in this process began, before its ranks meet again."""
+        if self._run_dir is not None:
+            with kept("an earlier start of this rank may not have ended"):
+                self._break_off()
+            self.session = self._segment = self._run_dir = self._others = self._freed = None
+            bus.account.begin(time.monotonic_ns())
+        self.release()
+
+    def _break_off(self) -> None:
         if self._freed is not None:
             self._freed.end()
         if self.session is not None:
             self.session.abort()
-            if self.session.settings.serves:
-                with kept("it is not known where its jobs are"):
-                    tell_of_jobs(self.session, [job.name for job in self._jobs])
         self._end(SegmentEnding.FAILED)
 
     def release(self) -> None:
@@ -309,7 +322,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     atexit.register(ignore_notices)  # Python's end puts the default action in the place of Megatron's handler
     bus.account.begin(process_started_ns())
     run = Launch()
-    attached.on_parse, attached.on_start = run.on_parse, run.on_start
+    attached.on_parse, attached.on_restart, attached.on_start = run.on_parse, run.on_restart, run.on_start
     try:
         run.take_turn()
         pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
@@ -320,7 +333,8 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
         exit_saying(f"{os.path.basename(sys.argv[0])}: error: {error}")
     finally:
         run.release()
-        attached.on_parse = attached.on_start = attached.offload_pays = attached.figures = attached.spans = None
+        attached.on_parse = attached.on_restart = attached.on_start = None
+        attached.offload_pays = attached.figures = attached.spans = None
 
 
 def _run(main: Callable[[], Any], run: Launch) -> None:
