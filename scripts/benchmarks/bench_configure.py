@@ -56,7 +56,7 @@ MODEL_FLAGS = {
     "5b": "--num-layers 24 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 "
     "--global-batch-size 64 --bf16",
     "experts": "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 32000 "
-    "--global-batch-size 32 --bf16 --num-experts 8 --moe-router-topk 2",
+    "--global-batch-size 32 --bf16 --num-experts 8 --moe-router-topk 2 --disable-bias-linear",
 }
 LARGE = (
     "--num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 2048 --vocab-size 50257 "

@@ -339,7 +339,8 @@ def test_pays_evaluates_the_layout_of_the_flags_and_searches_nothing(layout):
 
 def test_pays_has_ranks_enough_for_the_experts():
     experts = (
-        "--num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+        "--disable-bias-linear --num-experts 8 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 "
+        "--context-parallel-size 2"
     )
     assert json.loads(pays("--json", "--", *FLAGS.split(), *experts.split()))["gpus"] == 16
 
@@ -389,11 +390,10 @@ def test_a_layout_that_does_not_go_is_told_with_its_values(flags, said):
 
 
 def test_flags_that_are_not_weighed_are_named():
+    flags = "--use-distributed-optimizer --use-precision-aware-optimizer --lr 1e-3"
     for command in (["configure", "c.yaml", "--top", "1"], ["pays", "--gpus", "8"]):
         run("--top", "1")
-        result = CliRunner().invoke(
-            app, [*command, "--", *FLAGS.split(), "--use-precision-aware-optimizer", "--lr", "1e-3"]
-        )
+        result = CliRunner().invoke(app, [*command, "--", *FLAGS.split(), *flags.split()])
         assert result.exit_code == 0, result.output
         assert "Not weighed, though they change time or memory: --use-precision-aware-optimizer." in result.output
 

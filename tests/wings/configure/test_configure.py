@@ -156,7 +156,7 @@ def test_more_expert_parallel_ranks_than_replicas_are_searched_and_timed():
 
 
 HIDDEN = (
-    "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
+    "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
     "--overlap-moe-expert-parallel-comm"
 )
 
@@ -278,16 +278,18 @@ def test_flags_say_what_graphs_launch(flags, graphs):
 
 
 def test_an_all_gather_of_tokens_is_not_weighed():
-    flags = f"{FLAGS} --num-experts 8 --moe-token-dispatcher-type"
+    flags = f"{FLAGS} --disable-bias-linear --num-experts 8 --moe-token-dispatcher-type"
     assert [read_flags([*flags.split(), kind]).ignored for kind in ("alltoall", "flex")] == [(), ()]
     assert read_flags([*flags.split(), "allgather"]).ignored == ("--moe-token-dispatcher-type",)
 
 
 def test_deepep_wants_several_ranks_for_the_experts():
-    training = read_flags(f"{FLAGS} --num-experts 8 --moe-token-dispatcher-type flex".split())
+    training = read_flags(f"{FLAGS} --disable-bias-linear --num-experts 8 --moe-token-dispatcher-type flex".split())
     found = list(layouts(training, 8, 4, Counter()))
     assert {one.ep * one.tp > 1 for one in found} == {True}
-    hybrid = read_flags([*f"{FLAGS} --num-experts 8 --moe-token-dispatcher-type flex".split(), *HYBRID])
+    hybrid = read_flags(
+        [*f"{FLAGS} --disable-bias-linear --num-experts 8 --moe-token-dispatcher-type flex".split(), *HYBRID]
+    )
     assert {one.ep * one.tp > 1 for one in layouts(hybrid, 8, 4, Counter())} == {True, False}
 
 
@@ -540,7 +542,7 @@ def test_sequence_parallelism_and_the_distributed_optimizer_cost_nothing():
 
 
 def test_layouts_can_be_read_back_from_their_flags():
-    training = read_flags([*FLAGS.split(), "--num-experts", "4"])
+    training = read_flags([*FLAGS.split(), "--disable-bias-linear", "--num-experts", "4"])
     for one in itertools.islice(layouts(training, 8, 8, Counter()), 200):
         fixed = read_flags([*training.others, *(its for its in layout_flags(one) if "decoder" not in its)]).fixed
         assert all(getattr(one, name) == value for name, value in fixed.items())
@@ -554,7 +556,7 @@ def test_layouts_can_be_read_back_from_their_flags():
     ],
 )
 def test_layers_without_experts_are_read_from_any_list(pattern, dense):
-    read = read_flags([*FLAGS.split(), "--num-experts", "8", "--moe-layer-freq", pattern])
+    read = read_flags([*FLAGS.split(), "--disable-bias-linear", "--num-experts", "8", "--moe-layer-freq", pattern])
     assert read.model.dense_layers == dense
 
 
@@ -580,12 +582,22 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS.replace("--hidden-size 512 ", ""), "--hidden-size is missing"),
         (FLAGS + " --micro-batch-size x", "--micro-batch-size is 'x': expected a whole number above 0"),
         (FLAGS + " --multi-latent-attention --v-head-dim x", "--v-head-dim is 'x': expected a whole number above 0"),
-        (FLAGS + " --num-experts 2 --moe-layer-freq [1]*1+[0]*1", "expected 1, or layers without experts before all"),
-        (FLAGS + " --num-experts 2 --moe-layer-freq ([0]+[1])*11", "expected 1, or layers without experts before all"),
-        (FLAGS + " --num-experts 2 --moe-layer-freq ([0]+[1]*11", "expected 1, or layers without experts before all"),
-        (FLAGS + " --num-experts 2 --moe-layer-freq [1]*9**9**9", "expected 1, or layers without experts before all"),
-        (FLAGS + " --quick-geglu", "--quick-geglu without --disable-bias-linear or --no-bias-gelu-fusion"),
-        (FLAGS + " --recompute-modules mlp", "--recompute-modules has mlp: expected --disable-bias-linear with it"),
+        (
+            FLAGS + " --disable-bias-linear --num-experts 2 --moe-layer-freq [1]*1+[0]*1",
+            "expected 1, or layers without experts before all",
+        ),
+        (
+            FLAGS + " --disable-bias-linear --num-experts 2 --moe-layer-freq ([0]+[1])*11",
+            "expected 1, or layers without experts before all",
+        ),
+        (
+            FLAGS + " --disable-bias-linear --num-experts 2 --moe-layer-freq ([0]+[1]*11",
+            "expected 1, or layers without experts before all",
+        ),
+        (
+            FLAGS + " --disable-bias-linear --num-experts 2 --moe-layer-freq [1]*9**9**9",
+            "expected 1, or layers without experts before all",
+        ),
         (
             FLAGS + " --group-query-attention --num-query-groups 3",
             "--num-query-groups is 3; expected a divisor of --num-attention-heads, 8",
@@ -646,7 +658,16 @@ def test_wrong_flags_are_named(flags, expected):
 def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
     plain = read_flags(FLAGS.split()).model
     assert read_flags([*FLAGS.split(), "--kv-channels", "64"]).model == plain
-    experts = [*FLAGS.split(), "--num-experts", "8", "--ffn-hidden-size", "512", "--moe-ffn-hidden-size", "96"]
+    experts = [
+        *FLAGS.split(),
+        "--disable-bias-linear",
+        "--num-experts",
+        "8",
+        "--ffn-hidden-size",
+        "512",
+        "--moe-ffn-hidden-size",
+        "96",
+    ]
     assert read_flags(experts).model.ffn == 96
     wide = read_flags([*FLAGS.split(), "--kv-channels", "128"]).model
     assert (wide.query_width, wide.attention_parameters) == (2 * plain.hidden, 2 * plain.attention_parameters)
@@ -658,7 +679,7 @@ def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
 
 
 def test_flags_are_neutral_or_named_as_not_weighed():
-    neutral = "--lr 1e-3 --save x --data-path a b --attention-backend flash --tensorboard-dir t --fill-jobs jobs.yaml"
+    neutral = "--lr 1e-3 --load x --data-path a b --attention-backend flash --tensorboard-dir t --fill-jobs jobs.yaml"
     assert read_flags([*FLAGS.split(), *neutral.split()]).ignored == ()
     counted = "--no-gradient-accumulation-fusion --moe-grouped-gemm --attention-softmax-in-fp32 --spec local"
     assert read_flags([*FLAGS.split(), *counted.split()]).ignored == ()

@@ -33,7 +33,10 @@ def test_rows_within_the_error_are_ties(values, expected):
     assert ranks(values) == expected
 
 
-EXPERTS = "--num-experts 16 --moe-router-topk 2 --moe-grouped-gemm --sequence-parallel --seq-length 4096"
+EXPERTS = (
+    "--disable-bias-linear --num-experts 16 --moe-router-topk 2 --moe-grouped-gemm --sequence-parallel "
+    "--seq-length 4096"
+)
 
 
 @pytest.mark.parametrize("more", ["", EXPERTS])

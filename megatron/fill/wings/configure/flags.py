@@ -37,7 +37,8 @@ _LATENT = {  # of multi-latent attention, with Megatron's defaults
     "--qk-pos-emb-head-dim": ("rotated", 64),
     "--v-head-dim": ("value", 128),
 }
-_NONE = ("--num-experts", ["0"]), ("--mtp-num-layers", ["0"])  # for Megatron as if they were not given
+# For Megatron as if they were not given.
+_NONE = [(flag, ["0"]) for flag in ("--num-experts", "--mtp-num-layers", "--lr-warmup-iters", "--lr-warmup-samples")]
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
 _EXPERT_WIDTH, _PATTERN = "--moe-ffn-hidden-size", "--moe-layer-freq"
 _POSITIONS = "--max-position-embeddings"
@@ -176,17 +177,6 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
     fields = _shape(values, names, pattern)
     if "shared_width" in fields and "--disable-bias-linear" not in names:
         raise ConfigError(f"{_SHARED} without --disable-bias-linear: expected both, as shared experts have no biases")
-    dense = "experts" not in fields or fields["dense_layers"] > 0
-    if dense and "mlp" in fixed.get("recompute_modules", ()) and "--disable-bias-linear" not in names:
-        raise ConfigError(
-            f"{_MODULES} has mlp: expected --disable-bias-linear with it, as the backward pass of an MLP that is "
-            "computed again and has biases never ends in Megatron"
-        )
-    if dense and "--quick-geglu" in names and names.isdisjoint(("--disable-bias-linear", "--no-bias-gelu-fusion")):
-        raise ConfigError(
-            "--quick-geglu without --disable-bias-linear or --no-bias-gelu-fusion: expected one of them, as Megatron "
-            "fuses it with a bias in experts alone"
-        )
     if "stage_layers" in fixed:
         _check_layout(fixed, fields["layers"])
         if later != fields.get("predicted", 0):
@@ -198,8 +188,8 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
                 "--num-virtual-stages-per-pipeline-rank in its place"
             )
         per_chunk = fixed.pop("chunk_layers")
-        stages = fixed.get("pp")
         counted = counted_layers(fields["layers"], fixed)
+        stages = fixed.setdefault("pp", 1) if per_chunk == counted else fixed.get("pp")
         if stages is None or counted % (stages * per_chunk):
             raise ConfigError(
                 f"--num-layers-per-virtual-pipeline-stage is {per_chunk}: expected --pipeline-model-parallel-size with "
@@ -306,13 +296,17 @@ def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
     """Return the number of layers of each virtual stage, in order, as a layout in letters has them, and that of ``m``.
 
     ``|`` ends a stage, ``t`` is a layer, ``E`` the embedding, ``L`` the loss, and ``m`` before it predicts a later
-    token; ``x*n`` and ``(...)*n`` repeat, commas and quotation marks are for the eye (Megatron-core 0.19,
+    token; ``x*n`` and ``(...)*n`` repeat, commas are for the eye (Megatron-core 0.19,
     ``transformer/pipeline_parallel_layer_layout.py``).
     """
-    letters = re.sub("[,\"' ]", "", text)
+    letters = text.replace(",", "")
     for repeated in _REPEATED:
         if len(letters) <= _LONGEST:
             letters = repeated.sub(lambda its: its[1] * int(its[2]), letters)
+    if re.fullmatch(r"E[t|]*m+[m|]*\|[m|]*L", letters):
+        raise ConfigError(
+            f"{_LAYOUT_TEXT} is {text[:60]!r}: m in another stage than L is not weighed; expected it there"
+        )
     right = re.fullmatch("E[t|]*m*L", letters) is not None
     if not right or len(letters) > _LONGEST:
         raise ConfigError(
@@ -324,7 +318,8 @@ def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
 
 def _check_layout(fixed: dict[str, Any], layers: int) -> None:
     """Check a layout in letters against the other flags, and add the virtual stages per rank that it has."""
-    counts, stages = fixed["stage_layers"], fixed.get("pp")
+    counts = fixed["stage_layers"]
+    stages = fixed.setdefault("pp", 1) if len(counts) == 1 else fixed.get("pp")
     if stages is None or len(counts) % stages:
         raise ConfigError(
             f"{_LAYOUT_TEXT} has {len(counts)} stages: expected --pipeline-model-parallel-size with it, and a multiple "

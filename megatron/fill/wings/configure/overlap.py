@@ -41,7 +41,7 @@ def expert_problem(model: ModelSpec, its: Parallel) -> str:
 
     As in Megatron-core 0.19, ``MoEFlexTokenDispatcher`` and ``TransformerConfig``.
     """
-    if model.kernels.dispatcher == "deepep" and its.ep * its.expert_width == 1:
+    if model.experts and model.kernels.dispatcher == "deepep" and its.ep * its.expert_width == 1:
         return "with --moe-flex-dispatcher-backend deepep, --expert-model-parallel-size or the experts' tp is above 1"
     if not model.kernels.overlaps.experts:
         return ""

@@ -1,17 +1,25 @@
 """Flags that Megatron refuses together, or one without another; of a whole command, and of a search's layouts.
 
-As in Megatron-core 0.19: ``validate_args`` and ``core_transformer_config_from_args`` of ``training``, and the checks of
-``TransformerConfig`` and ``ModelParallelConfig``.  What needs arithmetic is where its numbers are read.
+As in Megatron-core 0.19: ``validate_args`` and ``core_transformer_config_from_args`` of ``training``, the checks of
+``TransformerConfig``, ``ModelParallelConfig``, ``OptimizerConfig`` and ``initialize_model_parallel``, and what experts
+raise in a pass.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
+
+from megatron.fill.wings.mainjob.parallel import Parallel
 
 _TP, _EXPERT_TP = "--tensor-model-parallel-size", "--expert-tensor-parallel-size"
 _PP = "--pipeline-model-parallel-size"
-_CHUNKS = "virtual stages"  # a fact that several flags may tell
+# Facts that several flags may tell, or that hold where none says otherwise.
+_CHUNKS, _DROPOUT = "virtual stages", "--{}-dropout above 0"
+_DENSE = "layers without experts"
+_GRAPHS = "CUDA graphs of {}"  # attn, mlp or moe, alone or in one with the whole layer
 _SELECTIVE = "--recompute-granularity selective|--recompute-activations"
 # What a search chooses: rules about it are for each of its layouts.
 _SEARCHED = frozenset(
@@ -67,6 +75,12 @@ _SAVED = "--distribute-saved-activations"
 _DEFERRED = "--defer-embedding-wgrad-compute"
 _WHOLE_LOOP = "|".join(f"--cuda-graph-{its} full_iteration" for its in ("impl", "modules", "scope"))
 _FLUSHED = "--overlap-p2p-communication-warmup-flush"
+_GRAPHED = "--cuda-graph-impl local|--cuda-graph-impl transformer_engine"
+_PARTS = "--cuda-graph-modules {0}|--cuda-graph-scope {0}"
+_PRECISE = "--use-precision-aware-optimizer"
+_OPTIMIZED = "--transformer-impl inference_optimized"
+_TIERED = "--hierarchical-context-parallel-sizes"
+_INSTANCES = "--num-distributed-optimizer-instances"
 _FORMER = {  # flags that Megatron's parser has to say what came in their place
     "--batch-size": "--micro-batch-size",
     "--warmup": "--lr-warmup-fraction",
@@ -84,6 +98,11 @@ _RULES = (
     ),
     Rule(("--squared-relu", "--swiglu")),
     Rule(("--quick-geglu", "--swiglu")),
+    Rule(
+        ("--quick-geglu", _DENSE),
+        "--disable-bias-linear|--no-bias-gelu-fusion",
+        "Only support fusion of gelu and swiglu",
+    ),
     Rule(
         ("--squared-relu",),
         "--disable-bias-linear|--no-bias-gelu-fusion",
@@ -129,6 +148,57 @@ _RULES = (
         "",
         "Transformer Engine cross entropy loss fusion is disabled due to stability issues.",
     ),
+    Rule(
+        ("--fp8-format", "--fp8-recipe custom"),
+        "--fp8-quantizer-factory",
+        "fp8_quantizer_factory must be provided when fp8_recipe is 'custom'.",
+    ),
+    Rule(
+        ("--reuse-grad-buf-for-mxfp8-param-ag",),
+        "--fp8-param-gather",
+        "Reuse grad buffer only when keeping params in MXFP8.",
+    ),
+    Rule((_OPTIMIZED,), "--normalization RMSNorm"),
+    Rule((_OPTIMIZED,), "--disable-bias-linear"),
+    Rule(
+        ("--fused-residual-rmsnorm",),
+        "--normalization RMSNorm",
+        "fused_residual_rmsnorm is only supported when normalization is RMSNorm.",
+    ),
+    Rule(
+        ("--mla-down-proj-fusion",),
+        "--multi-latent-attention",
+        "--mla-down-proj-fusion requires --multi-latent-attention",
+    ),
+    Rule(
+        ("--batch-invariant-mode",),
+        "--attention-backend flash",
+        "Batch invariant mode only supports FlashAttention (--attention-backend flash)",
+    ),
+    Rule((_PRECISE,), "--use-distributed-optimizer", f"{_PRECISE} only supported with distributed optimizer"),
+    *(
+        Rule(
+            ("|".join(f"--{its}-dtype {kind}" for kind in ("bf16", "fp16", "fp8")),),
+            _PRECISE,
+            f"{its.replace('-', '_')}_dtype can only be fp32 when not using precision-aware optimizer",
+        )
+        for its in ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
+    ),
+    Rule(("--save",), "--save-interval|--persistent-save-interval"),
+    Rule(("--ckpt-format torch_dcp|--ckpt-format fsdp_dtensor",), "", "it is only tested with FSDP."),
+    *(
+        Rule(("--train-iters", its), "", "expected iteration-based training")
+        for its in ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
+    ),
+    *(
+        Rule(("--train-samples", its), "", "expected sample-based training")
+        for its in ("--lr-decay-iters", "--lr-warmup-iters")
+    ),
+    Rule(("--lr-warmup-fraction", "--lr-warmup-iters|--lr-warmup-samples"), "", "can only specify one of the two"),
+    *(
+        Rule(("--weight-decay-incr-style linear|--weight-decay-incr-style cosine",), its)
+        for its in ("--start-weight-decay", "--end-weight-decay")
+    ),
     Rule(("--deterministic-mode", "--cross-entropy-loss-fusion"), "", "requires: cross_entropy_loss_fusion=False"),
     Rule(("--deterministic-mode", "--tp-comm-overlap"), "", "requires: tp_comm_overlap=False"),
     Rule(("--fp8-param-gather",), "--fp8-format"),
@@ -151,7 +221,48 @@ _RULES = (
     ),
     # Experts
     Rule(("--num-experts",), f"--disable-bias-linear|{_EXPERT_TP} 1", "Bias in Moe is only supported when ETP==1"),
+    Rule(
+        ("--num-experts", "--transformer-impl local"),
+        "--disable-bias-linear",
+        "Output 0 of _ReduceFromModelParallelRegion is a view and is being modified inplace.",
+    ),
+    Rule(
+        ("--num-experts", "--swiglu"),
+        "--disable-bias-linear|--no-bias-swiglu-fusion",
+        "Bias is not supported for weighted swiglu fusion",
+    ),
+    Rule(
+        ("--num-experts",),
+        "--disable-bias-linear|--no-bias-gelu-fusion|--swiglu|--quick-geglu",
+        "Only support fusion of swiglu and quick_gelu",
+    ),
+    Rule(
+        ("--num-experts", "--moe-grouped-gemm"),
+        "--disable-bias-linear|--no-bias-dropout-fusion",
+        "bias_dropout_fusion is not supported in TEGroupedMLP when add_bias_linear=True",
+    ),
     Rule(("--moe-ffn-hidden-size",), "--num-experts", "moe_ffn_hidden_size is set but num_moe_experts is None."),
+    Rule(("--moe-router-group-topk",), "--num-experts"),
+    Rule(
+        ("--moe-router-padding-for-fp8|--moe-router-padding-for-quantization",),
+        "--fp8-format",
+        "fp8/fp4 must be specified when moe_router_padding_for_quantization is True.",
+    ),
+    Rule(
+        ("--moe-router-padding-for-fp8|--moe-router-padding-for-quantization",),
+        _SENDERS,
+        "allgather and alltoall_seq dispatcher does not support moe_router_padding_for_quantization.",
+    ),
+    Rule(
+        ("--moe-flex-dispatcher-backend ncclep",),
+        "--moe-token-dispatcher-type flex",
+        "moe_flex_dispatcher_backend='ncclep' requires moe_token_dispatcher_type='flex'.",
+    ),
+    Rule(
+        ("--ep-overlap-early-attn-memory-release",),
+        _EXPERTS,
+        "overlap_moe_expert_parallel_comm must be enabled when enabling ep_overlap_early_attn_memory_release",
+    ),
     Rule(
         ("--moe-router-topk 1",),
         f"--moe-router-pre-softmax|{_NOT_SOFTMAX}|--moe-router-load-balancing-type sinkhorn",
@@ -210,7 +321,66 @@ _RULES = (
         "",
         "disable moe_shared_expert_overlap when enabling overlap_moe_expert_parallel_comm",
     ),
+    # CUDA graphs
+    Rule(
+        ("--enable-cuda-graph|--external-cuda-graph", f"{_GRAPHED}|--cuda-graph-impl full_iteration"),
+        "",
+        "Do not use --enable-cuda-graph or --external-cuda-graph with --cuda-graph-impl.",
+    ),
+    Rule(
+        (_GRAPHED, f"{_PARTS.format('moe')}|{_PARTS.format('moe_router')}"),
+        "--num-experts",
+        "moe cuda graph is only supported for MoE.",
+    ),
+    Rule(
+        ("--cuda-graph-impl full_iteration", "|".join(map(_PARTS.format, ("attn", "mlp", "moe", "moe_router")))),
+        "",
+        "--cuda-graph-modules must be empty when --cuda-graph-impl=full_iteration.",
+    ),
+    Rule(
+        (_GRAPHED, _PARTS.format("mlp"), "--num-experts"),
+        "--moe-layer-freq",
+        "mlp cuda graph is only supported for dense layers, but not found in the model.",
+    ),
+    Rule(
+        (_GRAPHED, _PARTS.format("moe"), _PARTS.format("moe_router")),
+        "",
+        "cuda_graph_modules must not contain both moe and moe_router.",
+    ),
+    Rule(
+        (_GRAPHED, _PARTS.format("moe")),
+        "--moe-pad-expert-input-to-capacity",
+        "moe cuda graph is only supported with drop-padding MoE.",
+    ),
+    Rule(
+        ("--cuda-graph-impl transformer_engine", _PARTS.format("moe_preprocess")),
+        _PARTS.format("moe_router"),
+        "moe_preprocess cuda graph is only supported with moe_router cuda graph.",
+    ),
+    Rule(
+        ("--cuda-graph-impl transformer_engine", _PARTS.format("moe_router"), _SELECTIVE, "--recompute-modules moe"),
+        "",
+        "moe recompute is not supported with moe_router CUDA graph",
+    ),
+    Rule(
+        (_GRAPHS.format("attn"), _SELECTIVE, "--recompute-modules core_attn", _DROPOUT.format("attention")),
+        "",
+        "attention dropout is not supported with graphed attention recomputation.",
+    ),
+    *(
+        Rule(
+            (_GRAPHS.format(its), _SELECTIVE, f"--recompute-modules {its}", _DROPOUT.format("hidden")),
+            "",
+            "hidden dropout is not supported with graphed MLP/MoE recomputation.",
+        )
+        for its in ("mlp", "moe")
+    ),
     # Recomputation
+    Rule(
+        ("--recompute-modules mlp", _SELECTIVE, _DENSE),
+        "--disable-bias-linear",
+        "the backward pass of an MLP that is computed again and has biases never ends",
+    ),
     Rule(
         ("--recompute-granularity full", "--cuda-graph-impl local|--cuda-graph-impl transformer_engine"),
         "",
@@ -252,6 +422,14 @@ _RULES = (
         ("--cp-comm-type a2a+p2p",),
         "--hierarchical-context-parallel-sizes",
         "--hierarchical-context-parallel-sizes must be set when a2a+p2p is used in cp comm",
+    ),
+    Rule(
+        ("--hybrid-context-parallel",),
+        "--calculate-per-token-loss",
+        "Hybrid context parallelism must be used with --calculate-per-token-loss",
+    ),
+    Rule(
+        ("--hybrid-context-parallel",), f"{_PP} 1", "Hybrid context parallelism not supported with pipeline parallelism"
     ),
     Rule((_FLUSHED,), _CHUNKS, "only compatible with overlap_p2p_comm but not batch_p2p_comm."),
     Rule((_FLUSHED, "--no-overlap-p2p-communication"), "", "only compatible with overlap_p2p_comm"),
@@ -313,7 +491,8 @@ type Given = Sequence[tuple[str, list[str] | None]]  # flags with their values
 
 def together_problem(given: Given) -> str:
     """Return what is wrong with flags together in whatever layout; "" if nothing is."""
-    return _problem(_OF_ALL, _facts(dict(given)))
+    values = dict(given)
+    return _problem(_OF_ALL, _facts(values)) or _numbers_problem(values)
 
 
 def whole_problem(given: Given, chunks: int, rules: Sequence[Rule] = _RULES) -> str:
@@ -334,8 +513,59 @@ def open_rules(given: Given) -> tuple[Rule, ...]:
     return tuple(its for its in _RULES if its.may_break(facts))
 
 
+def ranks_problem(given: Given, its: Parallel) -> str:
+    """Return what Megatron expects of a layout's numbers of ranks for other flags; "" if it has that."""
+    values = dict(given)
+    tiers = _sizes(values, _TIERED)
+    if tiers and prod(tiers) != its.cp:
+        return f"--context-parallel-size is the product of {_TIERED}"
+    for instances in _sizes(values, _INSTANCES):
+        if instances < 1 or its.replicas % instances or its.expert_replicas % instances:
+            return f"{_INSTANCES} divides the ranks with the same weights, of experts too"
+    micro, batch = _sizes(values, "--eval-micro-batch-size"), _sizes(values, "--eval-global-batch-size")
+    micro, batch = micro or [its.microbatch], batch or [its.global_batch]
+    if micro[0] < 1 or batch[0] % (micro[0] * its.dp):
+        return "--eval-micro-batch-size (--micro-batch-size) times the replicas divides --eval-global-batch-size"
+    return ""
+
+
+def _numbers_problem(values: Mapping[str, list[str] | None]) -> str:
+    """Return what is wrong with numbers beside one another in whatever layout; "" if nothing is."""
+    kinds, coefficients = (values.get(f"--moe-{its}") or [] for its in ("router-load-balancing-type", "aux-loss-coeff"))
+    if len(kinds) > 1 and len(coefficients) != len(kinds):
+        return (
+            f"--moe-aux-loss-coeff has {len(coefficients)} values; expected {len(kinds)}, as "
+            "--moe-router-load-balancing-type has"
+        )
+    (experts, groups, chosen) = (
+        sum(_sizes(values, its)) for its in ("--num-experts", "--moe-router-num-groups", "--moe-router-group-topk")
+    )
+    if chosen and (groups < 1 or experts % groups or chosen > groups):
+        return (
+            f"--moe-router-num-groups is {groups}; expected a divisor of --num-experts, {experts}, and at least "
+            f"--moe-router-group-topk, {chosen}"
+        )
+    return ""
+
+
+def _sizes(values: Mapping[str, list[str] | None], flag: str) -> list[int]:
+    """Return the whole numbers that a flag is given."""
+    return [int(its) for its in values.get(flag) or ()]
+
+
 def _facts(values: Mapping[str, list[str] | None]) -> set[str]:
-    return {*values, *(f"{flag} {value}" for flag, its in values.items() for value in its or ())}
+    found = {*values, *(f"{flag} {value}" for flag, its in values.items() for value in its or ())}
+    if "--recompute-modules" not in values:
+        found.add("--recompute-modules core_attn")  # Megatron's default
+    for kind in ("attention", "hidden"):
+        if float((values.get(f"--{kind}-dropout") or ["0.1"])[0]):
+            found.add(_DROPOUT.format(kind))
+    if "--num-experts" not in values or re.search(r"\b0\b", " ".join(values.get("--moe-layer-freq") or ())):
+        found.add(_DENSE)
+    parts = values.get("--cuda-graph-modules") or values.get("--cuda-graph-scope") or ["full"]
+    whole = not {"full", "full_iteration"}.isdisjoint(parts)
+    graphed = (values.get("--cuda-graph-impl") or ["none"])[0] != "none"
+    return found | {_GRAPHS.format(its) for its in ("attn", "mlp", "moe") if graphed and (whole or its in parts)}
 
 
 def _problem(rules: Sequence[Rule], facts: Collection[str]) -> str:

@@ -21,8 +21,9 @@ from math import gcd
 from typing import Any
 
 from megatron.fill.wings.configure.details import detailed
-from megatron.fill.wings.configure.flags import Training, counted_layers, in_flags
+from megatron.fill.wings.configure.flags import Training, counted_layers, in_flags, pairs
 from megatron.fill.wings.configure.overlap import expert_problem
+from megatron.fill.wings.configure.rules import ranks_problem
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.order import MOST_PASSES
 from megatron.fill.wings.mainjob.parallel import Parallel
@@ -83,7 +84,7 @@ def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter
 
 
 def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, excluded: Counter[str]) -> Iterator[Parallel]:
-    model, fixed = padded(training, tp), training.fixed
+    model, fixed, given = padded(training, tp), training.fixed, pairs(training.others)
     common: dict[str, Any] = {
         "tp": tp,
         "pp": pp,
@@ -107,7 +108,7 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
             try:
                 found = Parallel(**common, **split, microbatch=microbatch, ep=ep)
                 found.check(model)
-                reason = expert_problem(model, found)
+                reason = expert_problem(model, found) or ranks_problem(given, found)
             except ValueError as error:
                 reason = in_flags(str(error))
             if reason:
