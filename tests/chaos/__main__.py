@@ -37,8 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        if options.json is not None:
-            check_writable("--json", options.json)
+        check_writable(json=options.json)
         names = tuple(name.strip() for name in options.kinds.split(",")) if options.kinds else ()
         if options.controls:
             return _control(names, options.json)

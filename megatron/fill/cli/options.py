@@ -56,19 +56,26 @@ def parsed[T](option: str, text: str, parse: Callable[[str], T]) -> T:
         raise ConfigError(f"{option} is {shown(text)}: {error}") from None
 
 
-def check_writable(option: str, path: Path) -> None:
-    """Raise ConfigError, before the work begins, if its result could not be written; creates the folder."""
-    if option == "--png" and path.suffix.lower() not in ("", ".png"):
-        raise ConfigError(f"--png is {path}: expected a name that ends in .png, which is all that is drawn")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        with path.open("ab"):
-            pass
-        if not there:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; expected a file") from error
+def check_writable(**paths: Path | None) -> None:
+    """Raise ConfigError, before the work begins, if what options name could not be written; creates the folders.
+
+    Args:
+        paths: what is given for each, by its name without ``--``.
+    """
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if option == "png" and path.suffix.lower() not in ("", ".png"):
+            raise ConfigError(f"--png is {path}: expected a name that ends in .png, which is all that is drawn")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            there = path.exists()
+            with path.open("ab"):
+                pass
+            if not there:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(f"--{option} {path}: cannot be written: {error.strerror}; expected a file") from error
 
 
 def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:

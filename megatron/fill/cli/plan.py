@@ -85,8 +85,7 @@ def plan(
     specs, cycles = distinct(load_jobs(jobs)), _cycles(bubbles, schedule, times, transfer_ms)
     if rank is not None and rank not in cycles:
         raise ConfigError(f"--rank is {rank}: expected one of {', '.join(map(str, cycles))}")
-    if png is not None:
-        check_writable("--png", png)
+    check_writable(png=png)
     known = _known_profiles(specs, profiles, store)
     found = {spec.name: its for spec in specs if (its := _of(spec, known))}
     caps = {spec.name: spec.memory for spec in specs}

@@ -76,8 +76,7 @@ def profile(
     found: dict[str, Measured] = {}
     runs, failures = [], {}
     specs = load_jobs(jobs)
-    if output is not None:
-        check_writable("--output", output)
+    check_writable(output=output)
     if store is not None:
         with opened(store, create=True):
             pass  # a store that cannot be opened is reported before the measurements

@@ -53,7 +53,7 @@ def report(
         raise ConfigError("--compare prints a table; expected neither --json nor --html with it")
     if html is not None:
         last_segment(run)  # before the file is touched
-        check_writable("--html", html)
+        check_writable(html=html)
         library()
 
     def made(folder: Path, show: Callable[[Report], None] = lambda report: None) -> Report:

@@ -79,8 +79,7 @@ def schedule(
 
     its = _schedule(which, stages, microbatches, chunks)
     costs = given_costs(its, times, transfer_ms)
-    if csv is not None:
-        check_writable("--csv", csv)
+    check_writable(csv=csv)
     timeline = simulate(its, costs)
     if csv is not None:
         dump_csv(csv, its)

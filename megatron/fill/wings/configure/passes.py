@@ -21,7 +21,6 @@ from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from megatron.fill.wings.sim.recorded.busy import IterationSample, RecordedMainJob
 from megatron.fill.wings.sim.recorded.groups import read_pipeline
 
-_EXPECTED = "a run folder of --fill-profile-only"
 _UNLIKE = 1.5  # counts with such a ratio tell a line; between counts that are alike, noise would draw it
 _FIRST = 2  # iterations that are not counted: memory is allocated in them
 

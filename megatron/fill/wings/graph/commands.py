@@ -73,9 +73,7 @@ def plan(
 
     cluster = _cluster(devices, gpu, network, memory, efficiency)
     sizes = sizes_of(batch, micro_batches)
-    for option, path in (("--png", png), ("--json", json)):
-        if path is not None:
-            check_writable(option, path)
+    check_writable(png=png, json=json)
     graph = _model(model).running_ahead() if ahead else _model(model)
     planners: dict[str, Callable[[ModelGraph, Cluster, int, Sequence[int]], Found]] = {"graph": plan_graph}
     if compare:
@@ -123,8 +121,7 @@ def show(
 
     if (model is None) != (devices is None):
         raise ConfigError("expected --model and --devices, for a plan's text form, or neither")
-    if png is not None:
-        check_writable("--png", png)
+    check_writable(png=png)
     if model is None or devices is None:
         given = load_plan(file)
     else:

@@ -64,7 +64,7 @@ class Plan:
     sequential: bool = False  # True if each stage also waits for the one before it, as in a pipeline that is a chain
 
     def __post_init__(self) -> None:
-        if problem := self._problem():
+        if problem := self._c1() or self._c2() or self._c3() or self._c4():
             raise GraphError(f"{problem}; the plan is\n{self}")
 
     @cached_property
@@ -162,9 +162,6 @@ class Plan:
         """Peak memory of each device of one stage."""
         its = self.stages[stage]
         return self.costs.memory_bytes(self.masks[stage], its.in_flight, len(its.devices))
-
-    def _problem(self) -> str:
-        return self._c1() or self._c2() or self._c3() or self._c4()
 
     def _c1(self) -> str:
         graph = self.graph

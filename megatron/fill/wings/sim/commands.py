@@ -73,9 +73,7 @@ def simulate(
     if schedule is not None:
         sweeps.append(("schedule", (str(schedule.resolve()),)))
     tasks = plan_runs(source, data, sweeps, policy or (), price)
-    for option, path in (("--png", png), ("--csv", csv)):
-        if path is not None:
-            check_writable(option, path)
+    check_writable(png=png, csv=csv)
     results: list[SimResult] = run_all(run_one, tasks, processes)
     for path, write in ((png, draw_results), (csv, write_csv)):
         if path is not None:

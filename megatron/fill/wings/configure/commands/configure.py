@@ -91,9 +91,7 @@ def configure(
     if objective == Objective.COST and there.price_per_gpu_hour is None:
         raise ConfigError(f"{cluster}: price_per_gpu_hour is missing; expected it with --objective cost")
     links = there.links(cluster.resolve().parent)
-    for option, path in (("--json", json_path), ("--png", png), ("--launch", launch)):
-        if path is not None:
-            check_writable(option, path)
+    check_writable(json=json_path, png=png, launch=launch)
     kinds = fill_kinds(there.gpu, fill)
     passes = load_passes(profile, training) if profile else None
     correction = None if memory_model is None else Correction.load(memory_model)

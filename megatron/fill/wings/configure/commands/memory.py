@@ -25,7 +25,7 @@ def memory_model(
     from megatron.fill.wings.configure.peaks import learn, load_peaks
 
     measured = load_peaks(peaks)
-    check_writable("--output", output)
+    check_writable(output=output)
     found, errors = learn(measured, seed)
     found.save(output)
     if as_json:

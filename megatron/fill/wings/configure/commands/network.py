@@ -63,9 +63,8 @@ def network(
 
     first = measured is not None or os.environ.get("RANK", "0") == "0"
     old = Network.load(compare) if compare is not None and first else None
-    for option, path in (("--output", output), ("--png", png), ("--csv", csv)):
-        if path is not None and first:
-            check_writable(option, path)
+    if first:
+        check_writable(output=output, png=png, csv=csv)
     if measured is not None:
         found = Network.load(measured)
     else:

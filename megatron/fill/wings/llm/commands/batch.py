@@ -96,7 +96,7 @@ def batch(
     if draft:
         args["draft"] = [str(folder.resolve()) for folder in draft]
     written = output or requests.with_name(f"{requests.stem}.{_ANSWERS}")
-    check_writable("--output", written)
+    check_writable(output=written)
     if alone:
         for option, given in (("--watch", watch), ("--name", name is not None)):
             if given:
