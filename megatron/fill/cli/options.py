@@ -57,10 +57,10 @@ def parsed[T](option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def check_writable(**paths: Path | None) -> None:
-    """Raise ConfigError, before the work begins, if what options name could not be written; creates the folders.
+    """Raise ConfigError, before the work begins, if a file could not be written; creates the folders.
 
     Args:
-        paths: what is given for each, by its name without ``--``.
+        paths: the files by the names of their options, without ``--``; None for an option that is not given.
     """
     for option, path in paths.items():
         if path is None:
