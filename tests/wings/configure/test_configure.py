@@ -527,9 +527,13 @@ def test_what_the_flags_fix_stays():
         assert (one.parallel.pp, one.parallel.microbatch) == (2, 2)
 
 
-def test_sequence_parallelism_and_the_distributed_optimizer_cost_nothing():
+_HIDDEN_REDUCE = "--num-experts 8 --disable-bias-linear --overlap-grad-reduce"
+
+
+@pytest.mark.parametrize("more", ["", f"{_HIDDEN_REDUCE} --overlap-param-gather"])
+def test_sequence_parallelism_and_the_distributed_optimizer_cost_nothing(more):
     """What the space says of the choices that it does not search."""
-    training, its = read_flags(FLAGS.split()), cluster(2, 4)
+    training, its = read_flags([*FLAGS.split(), *more.split()]), cluster(2, 4)
     evaluator = Evaluator(training, its, links(its))
     for one in layouts(training, 8, 4, Counter()):
         own = timeline(evaluator.iteration(one)).period_ns
@@ -539,6 +543,16 @@ def test_sequence_parallelism_and_the_distributed_optimizer_cost_nothing():
                 other = replace(one, **off)
                 assert own <= timeline(evaluator.iteration(other)).period_ns + 8  # ns, of rounding
                 assert evaluator.least_bytes(one) <= evaluator.least_bytes(other)
+
+
+def test_the_distributed_optimizer_may_cost_time_where_gradients_are_hidden_and_weights_are_not():
+    training, its = read_flags([*FLAGS.replace("--bf16", "").split(), *_HIDDEN_REDUCE.split()]), cluster(2, 4)
+    evaluator = Evaluator(training, its, links(its))
+    times = [
+        [timeline(evaluator.iteration(kind)).period_ns for kind in (one, replace(one, distributed_optimizer=False))]
+        for one in layouts(training, 8, 4, Counter())
+    ]
+    assert 1.0 < max(with_it / without for with_it, without in times) < 1.08  # within what ties
 
 
 def test_layouts_can_be_read_back_from_their_flags():
