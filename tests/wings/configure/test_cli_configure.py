@@ -139,7 +139,7 @@ def test_the_table_has_80_columns_with_large_figures_too():
 
 def test_the_memory_of_small_models_is_no_nought():
     small: Any = SimpleNamespace(peak_bytes=12 << 20, interval_bytes=(11 << 20, 13 << 20))
-    assert [_gib(small, places) for places in (0, 1)] == ["0.01 (0.01-0.01)", "0.012 (0.011-0.013)"]
+    assert [_gib(small, places) for places in (0, 1)] == ["<1", "0.012 (0.011-0.013)"]
 
 
 def test_the_picture_has_a_row_for_each_of_the_best(folder):
@@ -163,6 +163,8 @@ def test_the_script_starts_the_best_one_in_its_order(folder):
     assert order == best["order"]
     assert sorted(order) == list(range(8))
     assert order != list(range(8))
+    with pytest.raises(ConfigError, match="--use-tp-pp-dp-mapping on a measured network: expected it left out"):
+        run(cluster=cluster, flags=f"{flags} --use-tp-pp-dp-mapping")
     (folder / "bin").mkdir()
     (folder / "bin" / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
     (folder / "bin" / "torchrun").chmod(0o755)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.flags import check_whole, read_flags
+from megatron.fill.wings.configure.layout import lay_out, replicas_last
 from megatron.fill.wings.configure.pays import figures
 from megatron.fill.wings.configure.rules import _RULES
 from megatron.fill.wings.configure.search import Evaluator, search
@@ -267,6 +269,28 @@ def test_layouts_that_megatron_refuses_are_not_proposed():
     fixed = read_flags([*experts.split(), "--tensor-model-parallel-size", "2"])
     with pytest.raises(ConfigError, match=r"expected .* \(Megatron: Bias in Moe is only supported when ETP==1\)"):
         search(Evaluator(fixed, its, links(its)))
+
+
+def test_with_stages_numbered_before_replicas_a_node_has_a_pipeline():
+    flags = f"{MODEL} --bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+    cluster_ = cluster(2, 4)
+    (one,) = search(Evaluator(read_flags(flags.split()), cluster_, links(cluster_)), 1).proposals
+    its = replace(one.parallel, chunks=1)
+    assert replicas_last(its) == [0, 1, 4, 5, 2, 3, 6, 7]
+    there, usual = (lay_out(links(cluster_), its, order) for order in (replicas_last(its), None))
+    assert there.replicas[0][0][0].time_s(1e9) < usual.replicas[0][0][0].time_s(1e9)
+    assert there.stages[0].replicas.time_s(1e9) > usual.stages[0].replicas.time_s(1e9)
+    assert one.order == tuple(range(8))  # of the cluster's ranks, which Megatron numbers so itself
+    usually = search(Evaluator(read_flags(flags.split()[:-1]), cluster_, links(cluster_)), 1).proposals[0]
+    assert one.iteration_s != usually.iteration_s
+
+
+def test_stages_before_replicas_take_as_many_ranks_of_experts_as_of_attention():
+    its = cluster(2, 4)
+    flags = f"{MODEL} --bf16 --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --context-parallel-size 2".split()
+    with pytest.raises(ConfigError, match="with --use-tp-pp-dp-mapping and several stages"):
+        search(Evaluator(read_flags(flags), its, links(its)))
+    assert search(Evaluator(read_flags([*flags, "--expert-tensor-parallel-size", "2"]), its, links(its))).rows
 
 
 def test_selective_recomputation_is_left_out_where_megatron_refuses_its_modules():

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.known import check_name, check_value, is_neutral
-from megatron.fill.wings.configure.rules import together_problem, whole_problem
+from megatron.fill.wings.configure.rules import STAGES_FIRST, together_problem, whole_problem
 from megatron.fill.wings.mainjob.model import Latent, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 
@@ -71,7 +71,6 @@ _SWITCHES = {
 }
 _RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has its own
 _UNTIMED = "--expert-tensor-parallel-size"  # weighed in memory and links, but not what such ranks gather
-_RANK_ORDER = "--use-tp-pp-dp-mapping"
 _MODULES = "--recompute-modules"
 _WEIGHED = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
 _MOST_LAYERS = 10_000  # of a list by layer
@@ -100,6 +99,11 @@ class Training:
     divisor: int = _DIVISOR  # multiple that the vocabulary is padded to, per tensor-parallel rank
     ignored: tuple[str, ...] = ()  # flags that change time or memory in ways that are not weighed
 
+    @property
+    def replicas_last(self) -> bool:
+        """True if Megatron numbers ranks stage by stage inside each replica, not replica by replica inside a stage."""
+        return STAGES_FIRST in self.others
+
     def padded(self, tp: int) -> int:
         """The vocabulary as Megatron pads it."""
         unit = self.divisor * tp
@@ -110,8 +114,7 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
     """Read a training from Megatron's flags.
 
     Args:
-        ran: True if they are those of a training that ran: its script may have had flags of its own, and its ranks
-            another order.
+        ran: True if they are those of a training that ran: its script may have had flags of its own.
         own: options of the command that they are given to, which come before them.
 
     Raises:
@@ -141,11 +144,9 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             values[flag] = _number(flag, text)
         elif flag == _PATTERN:
             pattern = text
-        elif flag == _RANK_ORDER and ran:
-            pass  # it decides links, not memory
         elif flag == _RECOMPUTE[1] and block:
             fixed["recomputed"] = _number(flag, text, least=0)
-        elif not is_neutral(flag, text):
+        elif flag != STAGES_FIRST and not is_neutral(flag, text):
             ignored.append(flag)
         if flag not in _RECOMPUTE:
             others += [flag] if value is None else [flag, *value]

@@ -18,7 +18,6 @@ _REFUSED = {
     "--decoder-seq-length": "an encoder with a decoder (T5)",
     "--img-h": "a model of images",
     "--perform-rl-step": "reinforcement learning",
-    "--use-tp-pp-dp-mapping": "another order of ranks",
     "--fp4-format": "FP4",
     "--use-torch-fsdp2": "FSDP",
     "--use-megatron-fsdp": "FSDP",

@@ -88,6 +88,13 @@ def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None, kno
     return Layout(tuple(known.stages[key] for key in keys), replicas, ends, links.rendezvous)
 
 
+def replicas_last(its: Parallel) -> list[int]:
+    """Return the order in which Megatron numbers ranks with --use-tp-pp-dp-mapping (``tp-cp-ep-pp-dp``)."""
+    near = its.tp * its.cp
+    firsts = (near * (stage + its.pp * replica) for stage in range(its.pp) for replica in range(its.dp))
+    return [first + rank for first in firsts for rank in range(near)]
+
+
 def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRoutes:
     """Return the routes of one stage's physical ranks, given in logical order."""
     rows = [ranks[replica * its.tp : (replica + 1) * its.tp] for replica in range(its.replicas)]

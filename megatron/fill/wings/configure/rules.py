@@ -81,6 +81,7 @@ _PRECISE = "--use-precision-aware-optimizer"
 _OPTIMIZED = "--transformer-impl inference_optimized"
 _TIERED = "--hierarchical-context-parallel-sizes"
 _INSTANCES = "--num-distributed-optimizer-instances"
+STAGES_FIRST = "--use-tp-pp-dp-mapping"
 _FORMER = {  # flags that Megatron's parser has to say what came in their place
     "--batch-size": "--micro-batch-size",
     "--warmup": "--lr-warmup-fraction",
@@ -522,6 +523,11 @@ def ranks_problem(given: Given, its: Parallel) -> str:
     for instances in _sizes(values, _INSTANCES):
         if instances < 1 or its.replicas % instances or its.expert_replicas % instances:
             return f"{_INSTANCES} divides the ranks with the same weights, of experts too"
+    if STAGES_FIRST in values and its.pp > 1 and its.expert_width * its.ep != its.tp * its.cp:
+        return (
+            f"with {STAGES_FIRST} and several stages, --expert-tensor-parallel-size * --expert-model-parallel-size is "
+            "--tensor-model-parallel-size * --context-parallel-size"
+        )
     micro, batch = _sizes(values, "--eval-micro-batch-size"), _sizes(values, "--eval-global-batch-size")
     micro, batch = micro or [its.microbatch], batch or [its.global_batch]
     if micro[0] < 1 or batch[0] % (micro[0] * its.dp):

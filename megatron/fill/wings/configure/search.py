@@ -21,7 +21,7 @@ from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.correction import Correction
 from megatron.fill.wings.configure.flags import Training, layout_flags, pairs, with_values
 from megatron.fill.wings.configure.latency import Iteration, bound_ns, iteration, timeline
-from megatron.fill.wings.configure.layout import Layout, lay_out
+from megatron.fill.wings.configure.layout import Layout, lay_out, replicas_last
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.overlap import recomputations, startable
 from megatron.fill.wings.configure.passes import Passes
@@ -151,6 +151,12 @@ class Evaluator:
                 "Hopper's, as Transformer Engine does"
             )
         self.margins = margins(self.models[1], correction is not None, training.others)
+        self._replicas_last = training.replicas_last
+        if self._replicas_last and cluster.measured is not None:
+            raise ConfigError(
+                "--use-tp-pp-dp-mapping on a measured network: expected it left out, as ranks are placed where the "
+                "iteration is shortest"
+            )
         self.kinds = recomputations(self.models[1], training.fixed)
         self._rules = open_rules(pairs(training.others))
 
@@ -178,7 +184,7 @@ class Evaluator:
         else:
             shape = its.tp, its.cp, its.ep, its.expert_tp, its.pp, its.dp
             if shape not in self._layouts:
-                self._layouts[shape] = lay_out(self.links, its)
+                self._layouts[shape] = lay_out(self.links, its, replicas_last(its) if self._replicas_last else None)
             layout = self._layouts[shape]
         model, cluster = self.models[its.tp], self.cluster
         return iteration(model, cluster.gpu, cluster.efficiency, its, layout, self.passes)

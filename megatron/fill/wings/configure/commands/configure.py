@@ -245,7 +245,9 @@ def _print_untold(one: Profile) -> None:
 
 def _gib(its: Proposal, places: int) -> str:
     shown, low, high = (end / 2**30 for end in (its.peak_bytes, *its.interval_bytes))
-    places = 0 if high >= 100 else places + 2 if high < 1 else places
+    if high < 1 and not places:
+        return "<1"
+    places = 0 if high >= 100 else places + (high < 1) + (high < 0.1)
     return f"{shown:.{places}f} ({low:.{places}f}-{high:.{places}f})"
 
 
