@@ -317,6 +317,13 @@ def test_a_model_whose_files_lack_a_tensor_is_refused(models, tmp_path):
     requests = write(tmp_path / "in.jsonl", some_requests(1))
     with pytest.raises(TaskError, match=r"1 tensors .* model.layers.1.self_attn.q_proj.weight; the files have .*q.wei"):
         job((made, models[1]), requests, tmp_path / "job")
+    save_file(
+        weights | {"model.layers.1.self_attn.q_proj.weight": taken[1:]}, made / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(
+        TaskError, match=r"1 tensors .* have another shape: model.layers.1.self_attn.q_proj.weight; exp"
+    ):
+        job((made, models[1]), requests, tmp_path / "job")
 
 
 def test_a_request_beyond_where_rope_changes_is_refused_and_says_so(models, tmp_path):

@@ -102,7 +102,7 @@ def _from_transformers(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
+            path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # transformers raises whatever its parts do
         raise TaskError(f"model {path} cannot be loaded: {type(error).__name__}: {error}") from error
@@ -125,8 +125,8 @@ def _refuse_random_weights(path: Path, model: Any, found: dict[str, Any]) -> Non
     named = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
     there = f"; the files have {', '.join(unused[:3])} instead" if unused else ""
     raise TaskError(
-        f"model {path}: {len(lacking)} tensors of {type(model).__name__} are not in its files: {named}{there}; "
-        "expected all of them"
+        f"model {path}: {len(lacking)} tensors of {type(model).__name__} are not in its files, or have another shape: "
+        f"{named}{there}; expected all of them"
     )
 
 
