@@ -25,7 +25,8 @@ class ParquetFile:
         self._parts = path.with_name(path.name + ".parts")
         self.rows: dict[str, list[Any]] = {}  # rows that are not in a part yet, by column
         self._part = 0  # number of the next part to write
-        self._assembled = 0
+        self._seen = self._assembled = 0
+        self._schema: Any = None  # of all parts that were seen
         self._writer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,11 +58,16 @@ class ParquetFile:
         if self._waiting():
             self._write_part()
             return False
+        if self._seen < self._part:  # a column may be empty, or whole numbers, in one part and not in another
+            found = self._parquet.read_schema(self._part_path(self._seen))
+            self._schema = self._arrow.unify_schemas([self._schema or found, found], promote_options="permissive")
+            self._seen += 1
+            return False
         scratch = self.path.with_name(self.path.name + ".part")
         table = self._parquet.read_table(self._part_path(self._assembled))
         if self._writer is None:
-            self._writer = self._parquet.ParquetWriter(scratch, table.schema)
-        self._writer.write_table(table)
+            self._writer = self._parquet.ParquetWriter(scratch, self._schema)
+        self._writer.write_table(table.cast(self._schema))
         self._assembled += 1
         if self._assembled < self._part:
             return False

@@ -77,6 +77,18 @@ def test_killed_while_the_parts_are_removed_it_is_complete(tmp_path, monkeypatch
     assert [path.name for path in tmp_path.glob("output*")] == ["output.parquet"]
 
 
+class Mixed(BatchInferenceJob):
+    def write(self, outputs: Any, indices: list[int]) -> None:
+        numbers = [at if at < 3 else at / 2 for at in indices]
+        self._file.add({"number": numbers, "name": [None if at < 3 else "x" for at in indices]})
+
+
+def test_a_column_may_be_empty_or_whole_numbers_in_one_part(tmp_path):
+    drive(Mixed, tmp_path, **ARGS)
+    rows = pq.read_table(tmp_path / "output.parquet").to_pydict()
+    assert rows == {"number": [0, 1, 2, *(at / 2 for at in range(3, 10))], "name": [None] * 3 + ["x"] * 7}
+
+
 class Odd(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
