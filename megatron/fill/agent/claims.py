@@ -1,7 +1,7 @@
 """The agent's client of the job store: heartbeats, claims and ends of jobs, with retries while the store is away.
 
 A database that is locked, slow or gone does not affect jobs that run: heartbeats and requests are tried again after a
-growing pause, and the agent's log says so.
+pause, which grows as long as it has never answered, and the agent's log says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("pipefill.agent")
 
 _BEAT_S = 3.0  # most time between two heartbeats, which also carry progress out and cancellations in
 _TICK_S = 0.5  # time between two looks whether a message is due
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # after the store has not answered; doubled each time
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # after a store has not answered; doubled until it does first
 _LAST_S = 5.0  # time for which a store that does not answer is tried at the end
 SUBMITTED = "submitted.json"  # in the run folder
 _VERSION = 1

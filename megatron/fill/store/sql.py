@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL, Engine
-from sqlalchemy.exc import DBAPIError, DisconnectionError, IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
 from megatron.fill.errors import StoreError
 from megatron.fill.store.filesystem import has_locks, network_file_system
@@ -28,6 +28,7 @@ from megatron.fill.store.rows import SqlTransaction
 from megatron.fill.store.schema import make_tables
 from megatron.fill.store.transaction import Transaction
 
+_MISSING = "there is no job store {}; expected a database file, or a folder with one"
 _FIRST_DELAY_S = 0.005
 # Longest delay between two attempts.  SQLite's own delays grow to 100 ms, so that a process that has waited long loses
 # to newcomers for seconds; hence short, even delays here, and almost none of SQLite's own.
@@ -64,13 +65,16 @@ class SqlStore(JobStore):
         self._shown = shown(url)
         self._patience_s = patience_s
         self._opened = False
+        self._file: Path | None = None  # of SQLite
         if url.drivername == "sqlite":
             clock = clock or time.time
+            self._file = Path(str(url.database))
             self._engine = _sqlite(url, self._shown, create)
         else:
             self._engine = _postgresql(url, self._shown, patience_s)
         self._clock = clock
         self._writing = self._engine.execution_options(writing=True)
+        self._identity = None if self._file is None else _identity(self._file)
         try:
             opening_s = max(patience_s, _OPENING_S)
             self._retried(lambda: make_tables(self._engine, self._shown, create), opening_s)
@@ -84,10 +88,24 @@ class SqlStore(JobStore):
 
     def _run[T](self, work: Callable[[Transaction], T], *, write: bool = True) -> T:
         def once() -> T:
+            self._follow()
             with (self._writing if write else self._engine).begin() as connection:
                 return work(SqlTransaction(connection, self._clock, write))
 
         return self._retried(once, self._patience_s)
+
+    def _follow(self) -> None:
+        """Use the file that is in the place of a removed one, to which nobody else writes any more."""
+        if self._file is None:
+            return
+        found = _identity(self._file)
+        if found is None:
+            raise StoreError(_MISSING.format(self._file))
+        if found != self._identity:
+            self._identity = None  # until it is known to be a store
+            self._engine.dispose()
+            make_tables(self._engine, self._shown, create=False)
+            self._identity = found
 
     def _retried[T](self, work: Callable[[], T], patience_s: float) -> T:
         until = time.monotonic() + patience_s
@@ -116,13 +134,20 @@ class SqlStore(JobStore):
         return self._opened if state is None else state in _PASSING_STATES
 
 
+def _identity(file: Path) -> tuple[int, int] | None:
+    """The device and number of a file, which another one in its place does not have; None if it is missing."""
+    with contextlib.suppress(OSError):
+        at = file.stat()
+        return at.st_dev, at.st_ino
+    return None
+
+
 def _sqlite(url: URL, where: str, create: bool) -> Engine:
     path = Path(str(url.database))
-    missing = f"there is no job store {path}; expected a database file, or a folder with one"
     try:
         if not path.exists():
             if not create:
-                raise StoreError(missing)
+                raise StoreError(_MISSING.format(path))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     except OSError as error:
@@ -135,29 +160,12 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
     # WAL needs memory that all processes share, so a single machine; rollback journals need only file locks.
     journal = "DELETE" if network_file_system(path) else "WAL"
     existing = f"file:{quote(str(path))}?mode=rw"
-
-    def identity() -> tuple[int, int] | None:
-        with contextlib.suppress(OSError):
-            at = path.stat()
-            return at.st_dev, at.st_ino
-        return None
-
-    def connect() -> sqlite3.Connection:
-        if identity() is None:
-            raise StoreError(missing)
-        return sqlite3.connect(existing, uri=True, timeout=_SQLITE_WAIT_S, check_same_thread=False)
-
-    engine = create_engine(url, creator=connect)
-
-    @event.listens_for(engine, "checkout")
-    def check(connection: object, record: Any, proxy: object) -> None:
-        # Of a file that was removed or replaced, nobody else sees what this connection would write.
-        if identity() != record.info["file"]:
-            raise DisconnectionError
+    engine = create_engine(
+        url, creator=lambda: sqlite3.connect(existing, uri=True, timeout=_SQLITE_WAIT_S, check_same_thread=False)
+    )
 
     @event.listens_for(engine, "connect")
-    def prepare(connection: Any, record: Any) -> None:
-        record.info["file"] = identity()
+    def prepare(connection: Any, record: object) -> None:
         connection.isolation_level = None  # the driver would begin transactions by its own rules
         connection.execute(f"PRAGMA journal_mode = {journal}")
         # The usual NORMAL may lose the last commits in a power failure, and a finished job would run again.

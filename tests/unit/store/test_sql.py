@@ -57,10 +57,22 @@ def job(name: str = "pi") -> NewJob:
 def test_a_removed_database_is_missed_and_the_one_in_its_place_used(tmp_path):
     with closing(open_store(tmp_path)) as store:
         store.submit([job("before")])
-        for path in tmp_path.iterdir():
-            path.unlink()
+        away = [path.rename(tmp_path / f"away-{path.name}") for path in tmp_path.iterdir()]
         with pytest.raises(StoreError, match="there is no job store"):
             store.submit([job("lost")])
+        with closing(sqlite3.connect(tmp_path / "jobs.db")) as another:
+            another.execute("CREATE TABLE pipefill_schema (version_num)")
+            another.execute("INSERT INTO pipefill_schema VALUES ('v9999')")
+            another.commit()
+        with pytest.raises(StoreError, match="has the schema v9999"):
+            store.list()
+        for path in tmp_path.glob("jobs.db*"):
+            path.unlink()
+        for path in away:
+            path.rename(tmp_path / path.name.removeprefix("away-"))
+        assert [one.name for one in store.list()] == ["before"]
+        for path in tmp_path.iterdir():
+            path.unlink()
         with closing(open_store(tmp_path)) as other:
             other.submit([job("after")])
             assert [one.name for one in store.list()] == ["after"]
