@@ -82,6 +82,7 @@ CASES = [
     ("--bf16 --fused-residual-rmsnorm", "--normalization RMSNorm"),
     ("--bf16 --mla-down-proj-fusion", "--multi-latent-attention"),
     ("--bf16 --batch-invariant-mode", "-batch-invariant-mode"),
+    ("--bf16 --mock-data --data-path here", "-data-path here"),
     ("--bf16 --save here", "--save-interval 10"),
     ("--bf16 --ckpt-format torch_dcp", "-ckpt-format torch_dcp"),
     ("--bf16 --train-iters 10 --lr-decay-samples 100", "-lr-decay-samples 100"),
@@ -198,6 +199,7 @@ RANKS = [
 STARTED = [
     ("--pipeline-model-parallel-layout Et*8L", 1),
     ("--num-layers-per-virtual-pipeline-stage 8", 1),
+    ("--decoder-first-pipeline-num-layers 8", 1),
     (f"{_TWO} --recompute-modules mlp", 2),
     (f"{_TWO} --moe-token-dispatcher-type flex", 2),
     (f"{_TWO} --num-distributed-optimizer-instances 2 --eval-micro-batch-size 2 --eval-global-batch-size 8", 2),

@@ -185,6 +185,11 @@ _RULES = (
         )
         for its in ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
     ),
+    Rule(
+        ("--mock-data", "--data-path|--train-data-path|--valid-data-path|--test-data-path"),
+        "",
+        "A single data source must be provided in training mode",
+    ),
     Rule(("--save",), "--save-interval|--persistent-save-interval"),
     Rule(("--ckpt-format torch_dcp|--ckpt-format fsdp_dtensor",), "", "it is only tested with FSDP."),
     *(

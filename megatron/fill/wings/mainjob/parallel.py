@@ -203,9 +203,10 @@ class Parallel:
                 raise ValueError(f"layers is {model.layers}; expected more, as embedding or loss are layers too")
             return tuple(each)
         given = {name: count for name, count in (("first_layers", first), ("last_layers", last)) if count is not None}
+        most = model.layers - (self.pp > 1)
         for name, value in given.items():
-            if not 0 < value < model.layers:
-                raise ValueError(f"{name} is {value}; expected 1 to {model.layers - 1}")
+            if not 0 < value <= most:
+                raise ValueError(f"{name} is {value}; expected 1 to {most}")
         between, rest = self.pp - len(given), model.layers - sum(given.values())
         parts = between * self.chunks
         if between < 0 or rest < parts or (rest % parts if parts else rest):
