@@ -300,10 +300,8 @@ class Launch:
 
 
 def _counted(jobs: int, new: int) -> str:
-    before = jobs - new
-    return counted(jobs, "job") + (
-        f" ({before} submitted here before: --fill-resubmit runs them anew)" if before else ""
-    )
+    again = f" ({jobs - new} submitted here before: --fill-resubmit runs them anew)" if jobs > new else ""
+    return counted(jobs, "job") + again
 
 
 def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> None:

@@ -57,11 +57,7 @@ def parsed[T](option: str, text: str, parse: Callable[[str], T]) -> T:
 
 
 def check_writable(**paths: Path | None) -> None:
-    """Raise ConfigError, before the work begins, if a file could not be written; creates the folders.
-
-    Args:
-        paths: the files by the names of their options, without ``--``; None for an option that is not given.
-    """
+    """Raise ConfigError, before the work begins, if the file of an option could not be written; creates its folder."""
     for option, path in paths.items():
         if path is None:
             continue

@@ -125,7 +125,11 @@ def _wanted(sandbox: Sandbox, hidden: list[str]) -> dict[str, bool]:
     for path in (*_needed(sandbox), *_SEEN_ALL_THE_SAME):
         real = os.path.realpath(path)
         # A path outside of hidden folders is visible anyway, and one above a hidden folder would make it visible again.
-        if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden) and _open_to(real, sandbox):
+        if (
+            os.path.exists(real)
+            and any(real.startswith(folder.rstrip("/") + "/") for folder in hidden)
+            and _open_to(real, sandbox)
+        ):
             wanted.setdefault(real, False)
     return wanted | {os.path.realpath(path): True for path in sandbox.writable}
 
@@ -180,7 +184,3 @@ def _memory_files(sandbox: Sandbox, shared: int | None) -> tuple[int, int]:
     shared = mounts.take(f"{_SCRATCH}/shm") if shared is None else shared
     mounts.detach(_SCRATCH)
     return temporary, shared
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path.startswith(folder.rstrip("/") + "/")

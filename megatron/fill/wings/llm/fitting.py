@@ -59,15 +59,12 @@ def key_value_bytes(asked: int | None, memory_bytes: int | None, taken: int, lea
 def longest(lines: Iterable[Request | Refused], context: int) -> int:
     """Tokens that no sequence exceeds: a token is a byte at least, but for a few of a chat's template."""
     sizes = [
-        max(len(str(one).encode()) for one in line.prompts or (_conversation(line),)) + (line.max_tokens or context)
+        max(len(str(one).encode()) for one in line.prompts or (f"{line.messages}{line.tools}{line.template}",))
+        + (line.max_tokens or context)
         for line in lines
         if isinstance(line, Request)
     ]
     return min(context, 256 + max(sizes, default=0))
-
-
-def _conversation(request: Request) -> str:
-    return f"{request.messages}{request.tools}{request.template}"
 
 
 def held_bytes(device: str) -> int:
