@@ -7,8 +7,8 @@
 #SBATCH --requeue
 # Trains on the nodes of a SLURM allocation, one srun task per rank; every flag goes to pretrain_gpt.py.
 #   RANKS=8 sbatch --nodes 4 --gpus-per-node 8 --cpus-per-task 64 --signal USR2@300 scripts/train_slurm.sh \
-#       --pipeline-model-parallel-size 16 ... --save ckpt --load ckpt --exit-signal-handler --exit-signal SIGUSR2 \
-#       --fill-jobs jobs.yaml
+#       --pipeline-model-parallel-size 16 ... --save ckpt --load ckpt --save-interval 500 \
+#       --exit-signal-handler --exit-signal SIGUSR2 --fill-jobs jobs.yaml
 # docs/slurm.md tells of time limits, requeues, several nodes and containers.  In the environment:
 #   RANKS       ranks per node (default: its GPUs, else its tasks if more than one, else 2)
 #   PIPEFILL    the checkout (default: where sbatch was called, or where this script lies)
