@@ -83,7 +83,7 @@ def test_what_is_left_is_added_to_the_jobs_results(data, tmp_path, pipefill, sto
     assert list(found) == [5, 10, 12]
     assert found[5] == first
     assert f"iteration 12: loss {found[12]['loss']:.6f}\n" in out
-    assert f"3 checkpoints are in {folder / 'evaluations.jsonl'}" in out
+    assert f"3 checkpoints in {folder / 'evaluations.jsonl'}" in out
     assert len(list((folder / "tensorboard").iterdir())) == events + 2
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert "iteration 12: loss" in output_file(folder).read_text()
