@@ -198,6 +198,7 @@ RANKS = [
 # Flags of layouts that Megatron starts on eight GPUs, and what they stand for.
 STARTED = [
     ("--pipeline-model-parallel-layout Et*8L", 1),
+    (f'{_TWO} --pipeline-model-parallel-layout "Et*4|t*4L"', 2),  # quoted as for a shell
     ("--num-layers-per-virtual-pipeline-stage 8", 1),
     ("--decoder-first-pipeline-num-layers 8", 1),
     (f"{_TWO} --recompute-modules mlp", 2),

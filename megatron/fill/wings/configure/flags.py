@@ -298,9 +298,9 @@ def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
 
     ``|`` ends a stage, ``t`` is a layer, ``E`` the embedding, ``L`` the loss, and ``m`` before it predicts a later
     token; ``x*n`` and ``(...)*n`` repeat, commas are for the eye (Megatron-core 0.19,
-    ``transformer/pipeline_parallel_layer_layout.py``).
+    ``transformer/pipeline_parallel_layer_layout.py``).  Quotation marks around it are a shell's.
     """
-    letters = text.replace(",", "")
+    letters = text.strip("\"'").replace(",", "")
     for repeated in _REPEATED:
         if len(letters) <= _LONGEST:
             letters = repeated.sub(lambda its: its[1] * int(its[2]), letters)
