@@ -8,7 +8,7 @@ raise in a pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -17,9 +17,8 @@ from megatron.fill.wings.mainjob.parallel import Parallel
 _TP, _EXPERT_TP = "--tensor-model-parallel-size", "--expert-tensor-parallel-size"
 _PP = "--pipeline-model-parallel-size"
 # Facts that several flags may tell, or that hold where none says otherwise.
-_CHUNKS, _DROPOUT = "virtual stages", "--{}-dropout above 0"
-_DENSE = "layers without experts"
-_GRAPHS = "CUDA graphs of {}"  # attn, mlp or moe, alone or in one with the whole layer
+_CHUNKS, _DENSE = "virtual stages", "layers without experts"
+_GRAPHS = "CUDA graphs of "  # attn, mlp or moe, alone or in one with the whole layer
 _SELECTIVE = "--recompute-granularity selective|--recompute-activations"
 # What a search chooses: rules about it are for each of its layouts.
 _SEARCHED = frozenset(
@@ -68,428 +67,248 @@ def _is_searched(fact: str) -> bool:
 
 _ENGINE_RECIPES = "|".join(f"--fp8-recipe {its}" for its in ("tensorwise", "mxfp8", "blockwise", "custom"))
 _NOT_SOFTMAX = "--moe-router-score-function sigmoid|--moe-router-score-function sqrtsoftplus"
-_AT_STEP = "--overlap-param-gather-with-optimizer-step"
 _SENDERS = "--moe-token-dispatcher-type alltoall|--moe-token-dispatcher-type flex"
-_EXPERTS = "--overlap-moe-expert-parallel-comm"
-_SAVED = "--distribute-saved-activations"
-_DEFERRED = "--defer-embedding-wgrad-compute"
 _WHOLE_LOOP = "|".join(f"--cuda-graph-{its} full_iteration" for its in ("impl", "modules", "scope"))
-_FLUSHED = "--overlap-p2p-communication-warmup-flush"
 _GRAPHED = "--cuda-graph-impl local|--cuda-graph-impl transformer_engine"
-_PARTS = "--cuda-graph-modules {0}|--cuda-graph-scope {0}"
-_PRECISE = "--use-precision-aware-optimizer"
-_OPTIMIZED = "--transformer-impl inference_optimized"
+_ATTENTION_PART, _MLP_PART, _MOE_PART, _ROUTER_PART, _PREPROCESS_PART = (
+    f"--cuda-graph-modules {its}|--cuda-graph-scope {its}"
+    for its in ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
+)
 _TIERED = "--hierarchical-context-parallel-sizes"
 _INSTANCES = "--num-distributed-optimizer-instances"
 STAGES_FIRST = "--use-tp-pp-dp-mapping"
-_FORMER = {  # flags that Megatron's parser has to say what came in their place
-    "--batch-size": "--micro-batch-size",
-    "--warmup": "--lr-warmup-fraction",
-    "--model-parallel-size": "--tensor-model-parallel-size",
-    "--checkpoint-activations": "--recompute-activations",
-}
-_RULES = (
-    *(Rule((flag,), "", f"no longer valid, use {its} instead") for flag, its in _FORMER.items()),
-    Rule(("--bf16", "--fp16")),
-    Rule(("--num-query-groups",), "--group-query-attention"),
-    Rule(
-        ("--multi-latent-attention", "--group-query-attention"),
-        "",
-        "Group query attention is mutually exclusive with multi latent attention.",
-    ),
-    Rule(("--squared-relu", "--swiglu")),
-    Rule(("--quick-geglu", "--swiglu")),
-    Rule(
-        ("--quick-geglu", _DENSE),
-        "--disable-bias-linear|--no-bias-gelu-fusion",
-        "Only support fusion of gelu and swiglu",
-    ),
-    Rule(
-        ("--squared-relu",),
-        "--disable-bias-linear|--no-bias-gelu-fusion",
-        "When bias_activation_fusion is True, activation function should be either gelu, swiglu, or quick_geglu",
-    ),
-    Rule(
-        ("--attention-backend local",), "--spec local", "--attention-backend local is only supported with --spec local"
-    ),
-    Rule(
-        ("--mtp-num-layers",),
-        "--position-embedding-type rope|--position-embedding-type none",
-        "The supported position embedding types are rope and none.",
-    ),
-    Rule(
-        ("--no-position-embedding",),
-        "--position-embedding-type rope|--use-rotary-position-embeddings",
-        "--no-position-embedding is deprecated, use --position-embedding-type",
-    ),
-    Rule(
-        ("--position-embedding-type mrope",),
-        "--mrope-section|--use-rotary-position-embeddings",
-        "--mrope-section should be set when using --position-embedding-type mrope.",
-    ),
-    Rule(("--rope-type yarn",), "--multi-latent-attention", 'Common attention only support rope_type="rope"'),
-    Rule(
-        ("--multi-latent-attention", "--rotary-interleaved"),
-        "",
-        "rotary_interleaved does not work with multi_latent_attention.",
-    ),
-    Rule(("--fp16-lm-cross-entropy",), "--fp16", "lm cross entropy in fp16 only support in fp16 mode."),
-    Rule(
-        ("--fp32-residual-connection",),
-        "--bf16|--fp16",
-        "residual connection in fp32 only supported when using fp16 or bf16.",
-    ),
-    Rule(
-        ("--bf16", "--accumulate-allreduce-grads-in-fp32", "--main-grads-dtype bf16"),
-        "",
-        "--main-grads-dtype can only be fp32 when --accumulate-allreduce-grads-in-fp32 is set",
-    ),
-    Rule(
-        ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te"),
-        "",
-        "Transformer Engine cross entropy loss fusion is disabled due to stability issues.",
-    ),
-    Rule(
-        ("--fp8-format", "--fp8-recipe custom"),
-        "--fp8-quantizer-factory",
-        "fp8_quantizer_factory must be provided when fp8_recipe is 'custom'.",
-    ),
-    Rule(
-        ("--reuse-grad-buf-for-mxfp8-param-ag",),
-        "--fp8-param-gather",
-        "Reuse grad buffer only when keeping params in MXFP8.",
-    ),
-    Rule((_OPTIMIZED,), "--normalization RMSNorm"),
-    Rule((_OPTIMIZED,), "--disable-bias-linear"),
-    Rule(
-        ("--fused-residual-rmsnorm",),
-        "--normalization RMSNorm",
-        "fused_residual_rmsnorm is only supported when normalization is RMSNorm.",
-    ),
-    Rule(
-        ("--mla-down-proj-fusion",),
-        "--multi-latent-attention",
-        "--mla-down-proj-fusion requires --multi-latent-attention",
-    ),
-    Rule(
-        ("--batch-invariant-mode",),
-        "--attention-backend flash",
-        "Batch invariant mode only supports FlashAttention (--attention-backend flash)",
-    ),
-    Rule((_PRECISE,), "--use-distributed-optimizer", f"{_PRECISE} only supported with distributed optimizer"),
-    *(
-        Rule(
-            ("|".join(f"--{its}-dtype {kind}" for kind in ("bf16", "fp16", "fp8")),),
-            _PRECISE,
-            f"{its.replace('-', '_')}_dtype can only be fp32 when not using precision-aware optimizer",
-        )
-        for its in ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
-    ),
-    Rule(
-        ("--mock-data", "--data-path|--train-data-path|--valid-data-path|--test-data-path"),
-        "",
-        "A single data source must be provided in training mode",
-    ),
-    Rule(("--save",), "--save-interval|--persistent-save-interval"),
-    Rule(("--ckpt-format torch_dcp|--ckpt-format fsdp_dtensor",), "", "it is only tested with FSDP."),
-    *(
-        Rule(("--train-iters", its), "", "expected iteration-based training")
-        for its in ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
-    ),
-    *(
-        Rule(("--train-samples", its), "", "expected sample-based training")
-        for its in ("--lr-decay-iters", "--lr-warmup-iters")
-    ),
-    Rule(("--lr-warmup-fraction", "--lr-warmup-iters|--lr-warmup-samples"), "", "can only specify one of the two"),
-    *(
-        Rule(("--weight-decay-incr-style linear|--weight-decay-incr-style cosine",), its)
-        for its in ("--start-weight-decay", "--end-weight-decay")
-    ),
-    Rule(("--deterministic-mode", "--cross-entropy-loss-fusion"), "", "requires: cross_entropy_loss_fusion=False"),
-    Rule(("--deterministic-mode", "--tp-comm-overlap"), "", "requires: tp_comm_overlap=False"),
-    Rule(("--fp8-param-gather",), "--fp8-format"),
-    Rule(("--fp8-output-proj",), "--fp8-format"),
-    Rule(("--fp8-output-proj",), "--fp8-recipe mxfp8", "fp8_output_proj requires fp8_recipe='mxfp8'"),
-    Rule(
-        ("--fp8-format", "--first-last-layers-bf16"),
-        _ENGINE_RECIPES,
-        "Delayed scaling does not support first / last layer in BF16.",
-    ),
-    Rule(
-        (_WHOLE_LOOP,),
-        "--no-check-for-nan-in-loss-and-grad|--fp16",
-        "--no-check-for-nan-in-loss-and-grad should be set with --cuda-graph-impl=full_iteration for training.",
-    ),
-    Rule(
-        ("--fp8-param-gather",),
-        "--use-distributed-optimizer",
-        "--fp8-param-gather only supported with distributed optimizer",
-    ),
-    # Experts
-    Rule(("--num-experts",), f"--disable-bias-linear|{_EXPERT_TP} 1", "Bias in Moe is only supported when ETP==1"),
-    Rule(
-        ("--num-experts", "--transformer-impl local"),
-        "--disable-bias-linear",
-        "Output 0 of _ReduceFromModelParallelRegion is a view and is being modified inplace.",
-    ),
-    Rule(
-        ("--num-experts", "--swiglu"),
-        "--disable-bias-linear|--no-bias-swiglu-fusion",
-        "Bias is not supported for weighted swiglu fusion",
-    ),
-    Rule(
-        ("--num-experts",),
-        "--disable-bias-linear|--no-bias-gelu-fusion|--swiglu|--quick-geglu",
-        "Only support fusion of swiglu and quick_gelu",
-    ),
-    Rule(
-        ("--num-experts", "--moe-grouped-gemm"),
-        "--disable-bias-linear|--no-bias-dropout-fusion",
-        "bias_dropout_fusion is not supported in TEGroupedMLP when add_bias_linear=True",
-    ),
-    Rule(("--moe-ffn-hidden-size",), "--num-experts", "moe_ffn_hidden_size is set but num_moe_experts is None."),
-    Rule(("--moe-router-group-topk",), "--num-experts"),
-    Rule(
-        ("--moe-router-padding-for-fp8|--moe-router-padding-for-quantization",),
-        "--fp8-format",
-        "fp8/fp4 must be specified when moe_router_padding_for_quantization is True.",
-    ),
-    Rule(
-        ("--moe-router-padding-for-fp8|--moe-router-padding-for-quantization",),
-        _SENDERS,
-        "allgather and alltoall_seq dispatcher does not support moe_router_padding_for_quantization.",
-    ),
-    Rule(
-        ("--moe-flex-dispatcher-backend ncclep",),
-        "--moe-token-dispatcher-type flex",
-        "moe_flex_dispatcher_backend='ncclep' requires moe_token_dispatcher_type='flex'.",
-    ),
-    Rule(
-        ("--ep-overlap-early-attn-memory-release",),
-        _EXPERTS,
-        "overlap_moe_expert_parallel_comm must be enabled when enabling ep_overlap_early_attn_memory_release",
-    ),
-    Rule(
-        ("--moe-router-topk 1",),
-        f"--moe-router-pre-softmax|{_NOT_SOFTMAX}|--moe-router-load-balancing-type sinkhorn",
-        "Please use --moe-router-pre-softmax when topk is 1.",
-    ),
-    Rule(
-        ("--moe-router-enable-expert-bias",),
-        _NOT_SOFTMAX,
-        "Expert bias for aux-loss-free routing only supports 'sigmoid' and 'sqrtsoftplus' score functions.",
-    ),
-    Rule(
-        ("--moe-pad-expert-input-to-capacity",),
-        "--moe-expert-capacity-factor",
-        "moe_expert_capacity_factor must be set to use moe_pad_expert_input_to_capacity",
-    ),
-    Rule(
-        (_EXPERTS,),
-        _SENDERS,
-        "overlap_moe_expert_parallel_comm is supported with alltoall/flex token dispatcher",
-    ),
-    Rule(
-        ("--moe-shared-expert-intermediate-size", "--moe-shared-expert-overlap"),
-        _SENDERS,
-        "moe_shared_expert_overlap only works with alltoall or flex token dispatcher.",
-    ),
-    Rule(
-        ("--moe-enable-deepep",),
-        "--moe-token-dispatcher-type flex",
-        "DeepEP backend is only supported with flex token dispatcher.",
-    ),
-    Rule(
-        ("--moe-token-dispatcher-type flex", "--moe-pad-expert-input-to-capacity"),
-        "--moe-flex-dispatcher-backend hybridep|--moe-flex-dispatcher-backend ncclep",
-        "Flex token dispatcher with deepep backend does not support moe_pad_expert_input_to_capacity",
-    ),
-    Rule(
-        (
-            "--moe-expert-capacity-factor",
-            "--moe-router-load-balancing-type sinkhorn|--moe-router-load-balancing-type quantile_balancing",
-        ),
-        "",
-        "moe_expert_capacity_factor only works with aux_loss, seq_aux_loss, global_aux_loss or none load balancing",
-    ),
-    Rule(
-        ("--moe-router-group-topk",),
-        "--moe-router-num-groups",
-        "When using group limited routing, moe_router_num_groups must be specified.",
-    ),
-    Rule(
-        ("--delay-wgrad-compute",),
-        _EXPERTS,
-        "overlap_moe_expert_parallel_comm must be enabled when enabling delay_wgrad_compute",
-    ),
-    Rule(
-        (_EXPERTS, "--moe-shared-expert-overlap"),
-        "",
-        "disable moe_shared_expert_overlap when enabling overlap_moe_expert_parallel_comm",
-    ),
-    # CUDA graphs
-    Rule(
-        ("--enable-cuda-graph|--external-cuda-graph", f"{_GRAPHED}|--cuda-graph-impl full_iteration"),
-        "",
-        "Do not use --enable-cuda-graph or --external-cuda-graph with --cuda-graph-impl.",
-    ),
-    Rule(
-        (_GRAPHED, f"{_PARTS.format('moe')}|{_PARTS.format('moe_router')}"),
-        "--num-experts",
-        "moe cuda graph is only supported for MoE.",
-    ),
-    Rule(
-        ("--cuda-graph-impl full_iteration", "|".join(map(_PARTS.format, ("attn", "mlp", "moe", "moe_router")))),
-        "",
-        "--cuda-graph-modules must be empty when --cuda-graph-impl=full_iteration.",
-    ),
-    Rule(
-        (_GRAPHED, _PARTS.format("mlp"), "--num-experts"),
-        "--moe-layer-freq",
-        "mlp cuda graph is only supported for dense layers, but not found in the model.",
-    ),
-    Rule(
-        (_GRAPHED, _PARTS.format("moe"), _PARTS.format("moe_router")),
-        "",
-        "cuda_graph_modules must not contain both moe and moe_router.",
-    ),
-    Rule(
-        (_GRAPHED, _PARTS.format("moe")),
-        "--moe-pad-expert-input-to-capacity",
-        "moe cuda graph is only supported with drop-padding MoE.",
-    ),
-    Rule(
-        ("--cuda-graph-impl transformer_engine", _PARTS.format("moe_preprocess")),
-        _PARTS.format("moe_router"),
-        "moe_preprocess cuda graph is only supported with moe_router cuda graph.",
-    ),
-    Rule(
-        ("--cuda-graph-impl transformer_engine", _PARTS.format("moe_router"), _SELECTIVE, "--recompute-modules moe"),
-        "",
-        "moe recompute is not supported with moe_router CUDA graph",
-    ),
-    Rule(
-        (_GRAPHS.format("attn"), _SELECTIVE, "--recompute-modules core_attn", _DROPOUT.format("attention")),
-        "",
-        "attention dropout is not supported with graphed attention recomputation.",
-    ),
-    *(
-        Rule(
-            (_GRAPHS.format(its), _SELECTIVE, f"--recompute-modules {its}", _DROPOUT.format("hidden")),
-            "",
-            "hidden dropout is not supported with graphed MLP/MoE recomputation.",
-        )
-        for its in ("mlp", "moe")
-    ),
-    # Recomputation
-    Rule(
-        ("--recompute-modules mlp", _SELECTIVE, _DENSE),
-        "--disable-bias-linear",
-        "the backward pass of an MLP that is computed again and has biases never ends",
-    ),
-    Rule(
-        ("--recompute-granularity full", "--cuda-graph-impl local|--cuda-graph-impl transformer_engine"),
-        "",
-        "full recompute is only supported with full iteration CUDA graph.",
-    ),
-    Rule(
-        (_SELECTIVE, "--recompute-modules moe_act"),
-        "--moe-grouped-gemm",
-        "moe_act in recompute_modules is only supported with moe_grouped_gemm.",
-    ),
-    Rule(
-        (_SELECTIVE, "--recompute-modules mla_up_proj"),
-        "--multi-latent-attention",
-        "mla_up_proj in recompute_modules is only supported with multi_latent_attention.",
-    ),
-    Rule(
-        (_SELECTIVE, "--recompute-modules shared_experts", "--moe-shared-expert-overlap"),
-        "",
-        "shared_experts recompute cannot work with --moe-shared-expert-overlap.",
-    ),
-    Rule(
-        (_SELECTIVE, "--recompute-modules moe_act|--recompute-modules layernorm", "--fp8-format"),
-        _ENGINE_RECIPES,
-        "Delayed scaling does not support moe_act and layernorm recompute for fp8.",
-    ),
-    Rule(
-        (_SAVED,),
-        "--recompute-granularity full",
-        "distributed recompute activations is only application to full recompute granularity",
-    ),
-    Rule((_SAVED, f"{_TP} 1"), "", "can distribute recomputed activations only across tensor model parallel groups"),
-    Rule(
-        (_SAVED, "--sequence-parallel"),
-        "",
-        "distribute_saved_activations must be false when sequence parallel is enabled",
-    ),
-    # Exchanges
-    Rule(
-        ("--cp-comm-type a2a+p2p",),
-        "--hierarchical-context-parallel-sizes",
-        "--hierarchical-context-parallel-sizes must be set when a2a+p2p is used in cp comm",
-    ),
-    Rule(
-        ("--hybrid-context-parallel",),
-        "--calculate-per-token-loss",
-        "Hybrid context parallelism must be used with --calculate-per-token-loss",
-    ),
-    Rule(
-        ("--hybrid-context-parallel",), f"{_PP} 1", "Hybrid context parallelism not supported with pipeline parallelism"
-    ),
-    Rule((_FLUSHED,), _CHUNKS, "only compatible with overlap_p2p_comm but not batch_p2p_comm."),
-    Rule((_FLUSHED, "--no-overlap-p2p-communication"), "", "only compatible with overlap_p2p_comm"),
-    Rule(
-        ("--overlap-param-gather",),
-        "--overlap-grad-reduce",
-        "Must use --overlap-param-gather with --overlap-grad-reduce",
-    ),
-    Rule(
-        ("--overlap-param-gather",),
-        "--use-distributed-optimizer",
-        "--overlap-param-gather only supported with distributed optimizer",
-    ),
-    Rule((_AT_STEP,), "--overlap-param-gather", f"Must use {_AT_STEP} with --overlap-param-gather"),
-    Rule((_AT_STEP,), _CHUNKS, f"{_AT_STEP} only supported with interleaved pipeline parallelism"),
-    Rule((_AT_STEP,), "--ckpt-format torch", f"{_AT_STEP} not supported with distributed checkpointing yet"),
-    Rule(
-        ("--tp-comm-overlap",),
-        "--sequence-parallel",
-        "Tensor parallel communication/GEMM overlap can happen only when sequence parallelism is enabled",
-    ),
-    Rule(
-        ("--tp-comm-overlap", f"{_TP} 1"),
-        "",
-        "Disabling sequence parallelism because tensor model parallelism is disabled",
-    ),
-    # Stages
-    Rule(
-        (
-            "--decoder-first-pipeline-num-layers|--decoder-last-pipeline-num-layers",
-            "--account-for-embedding-in-pipeline-split|--account-for-loss-in-pipeline-split",
-        ),
-        "",
-        "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage cannot be set at the same time with "
-        "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split",
-    ),
-    Rule(
-        ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"),
-        "",
-        "No more than one of the following arguments can be set at the same time",
-    ),
-    Rule(
-        ("--no-overlap-p2p-communication", f"{_PP} 2", _CHUNKS),
-        "",
-        "pipeline-model-parallel size should be greater than 2 to avoid having multiple p2p sends and recvs between "
-        "same 2 ranks per communication batch",
-    ),
-    Rule((_DEFERRED, f"{_PP} 1"), "", "Cannot defer embedding wgrad compute when pipeline model parallel is not used"),
-    Rule(
-        (_DEFERRED, "--no-gradient-accumulation-fusion"),
-        "",
-        "Cannot defer embedding wgrad compute when gradient accumulation fusion is not used",
-    ),
-)
+_TABLE = f"""
+--batch-size
+    no longer valid, use --micro-batch-size instead
+--warmup
+    no longer valid, use --lr-warmup-fraction instead
+--model-parallel-size
+    no longer valid, use --tensor-model-parallel-size instead
+--checkpoint-activations
+    no longer valid, use --recompute-activations instead
+--bf16 AND --fp16
+--num-query-groups WITHOUT --group-query-attention
+--multi-latent-attention AND --group-query-attention
+    Group query attention is mutually exclusive with multi latent attention.
+--squared-relu AND --swiglu
+--quick-geglu AND --swiglu
+--quick-geglu AND {_DENSE} WITHOUT --disable-bias-linear|--no-bias-gelu-fusion
+    Only support fusion of gelu and swiglu
+--squared-relu WITHOUT --disable-bias-linear|--no-bias-gelu-fusion
+    When bias_activation_fusion is True, activation function should be either gelu, swiglu, or quick_geglu
+--attention-backend local WITHOUT --spec local
+    --attention-backend local is only supported with --spec local
+--mtp-num-layers WITHOUT --position-embedding-type rope|--position-embedding-type none
+    The supported position embedding types are rope and none.
+--no-position-embedding WITHOUT --position-embedding-type rope|--use-rotary-position-embeddings
+    --no-position-embedding is deprecated, use --position-embedding-type
+--position-embedding-type mrope WITHOUT --mrope-section|--use-rotary-position-embeddings
+    --mrope-section should be set when using --position-embedding-type mrope.
+--rope-type yarn WITHOUT --multi-latent-attention
+    Common attention only support rope_type="rope"
+--multi-latent-attention AND --rotary-interleaved
+    rotary_interleaved does not work with multi_latent_attention.
+--fp16-lm-cross-entropy WITHOUT --fp16
+    lm cross entropy in fp16 only support in fp16 mode.
+--fp32-residual-connection WITHOUT --bf16|--fp16
+    residual connection in fp32 only supported when using fp16 or bf16.
+--bf16 AND --accumulate-allreduce-grads-in-fp32 AND --main-grads-dtype bf16
+    --main-grads-dtype can only be fp32 when --accumulate-allreduce-grads-in-fp32 is set
+--cross-entropy-loss-fusion AND --cross-entropy-fusion-impl te
+    Transformer Engine cross entropy loss fusion is disabled due to stability issues.
+--fp8-format AND --fp8-recipe custom WITHOUT --fp8-quantizer-factory
+    fp8_quantizer_factory must be provided when fp8_recipe is 'custom'.
+--reuse-grad-buf-for-mxfp8-param-ag WITHOUT --fp8-param-gather
+    Reuse grad buffer only when keeping params in MXFP8.
+--transformer-impl inference_optimized WITHOUT --normalization RMSNorm
+--transformer-impl inference_optimized WITHOUT --disable-bias-linear
+--fused-residual-rmsnorm WITHOUT --normalization RMSNorm
+    fused_residual_rmsnorm is only supported when normalization is RMSNorm.
+--mla-down-proj-fusion WITHOUT --multi-latent-attention
+    --mla-down-proj-fusion requires --multi-latent-attention
+--batch-invariant-mode WITHOUT --attention-backend flash
+    Batch invariant mode only supports FlashAttention (--attention-backend flash)
+--use-precision-aware-optimizer WITHOUT --use-distributed-optimizer
+    --use-precision-aware-optimizer only supported with distributed optimizer
+--main-grads-dtype bf16|--main-grads-dtype fp16|--main-grads-dtype fp8 WITHOUT --use-precision-aware-optimizer
+    main_grads_dtype can only be fp32 when not using precision-aware optimizer
+--main-params-dtype bf16|--main-params-dtype fp16|--main-params-dtype fp8 WITHOUT --use-precision-aware-optimizer
+    main_params_dtype can only be fp32 when not using precision-aware optimizer
+--exp-avg-dtype bf16|--exp-avg-dtype fp16|--exp-avg-dtype fp8 WITHOUT --use-precision-aware-optimizer
+    exp_avg_dtype can only be fp32 when not using precision-aware optimizer
+--exp-avg-sq-dtype bf16|--exp-avg-sq-dtype fp16|--exp-avg-sq-dtype fp8 WITHOUT --use-precision-aware-optimizer
+    exp_avg_sq_dtype can only be fp32 when not using precision-aware optimizer
+--mock-data AND --data-path|--train-data-path|--valid-data-path|--test-data-path
+    A single data source must be provided in training mode
+--save WITHOUT --save-interval|--persistent-save-interval
+--ckpt-format torch_dcp|--ckpt-format fsdp_dtensor
+    it is only tested with FSDP.
+--train-iters AND --train-samples
+    expected iteration-based training
+--train-iters AND --lr-decay-samples
+    expected iteration-based training
+--train-iters AND --lr-warmup-samples
+    expected iteration-based training
+--train-samples AND --lr-decay-iters
+    expected sample-based training
+--train-samples AND --lr-warmup-iters
+    expected sample-based training
+--lr-warmup-fraction AND --lr-warmup-iters|--lr-warmup-samples
+    can only specify one of the two
+--weight-decay-incr-style linear|--weight-decay-incr-style cosine WITHOUT --start-weight-decay
+--weight-decay-incr-style linear|--weight-decay-incr-style cosine WITHOUT --end-weight-decay
+--deterministic-mode AND --cross-entropy-loss-fusion
+    requires: cross_entropy_loss_fusion=False
+--deterministic-mode AND --tp-comm-overlap
+    requires: tp_comm_overlap=False
+--fp8-param-gather WITHOUT --fp8-format
+--fp8-output-proj WITHOUT --fp8-format
+--fp8-output-proj WITHOUT --fp8-recipe mxfp8
+    fp8_output_proj requires fp8_recipe='mxfp8'
+--fp8-format AND --first-last-layers-bf16 WITHOUT {_ENGINE_RECIPES}
+    Delayed scaling does not support first / last layer in BF16.
+{_WHOLE_LOOP} WITHOUT --no-check-for-nan-in-loss-and-grad|--fp16
+    --no-check-for-nan-in-loss-and-grad should be set with --cuda-graph-impl=full_iteration for training.
+--fp8-param-gather WITHOUT --use-distributed-optimizer
+    --fp8-param-gather only supported with distributed optimizer
+# Experts
+--num-experts WITHOUT --disable-bias-linear|--expert-tensor-parallel-size 1
+    Bias in Moe is only supported when ETP==1
+--num-experts AND --transformer-impl local WITHOUT --disable-bias-linear
+    Output 0 of _ReduceFromModelParallelRegion is a view and is being modified inplace.
+--num-experts AND --swiglu WITHOUT --disable-bias-linear|--no-bias-swiglu-fusion
+    Bias is not supported for weighted swiglu fusion
+--num-experts WITHOUT --disable-bias-linear|--no-bias-gelu-fusion|--swiglu|--quick-geglu
+    Only support fusion of swiglu and quick_gelu
+--num-experts AND --moe-grouped-gemm WITHOUT --disable-bias-linear|--no-bias-dropout-fusion
+    bias_dropout_fusion is not supported in TEGroupedMLP when add_bias_linear=True
+--moe-ffn-hidden-size WITHOUT --num-experts
+    moe_ffn_hidden_size is set but num_moe_experts is None.
+--moe-router-group-topk WITHOUT --num-experts
+--moe-router-padding-for-fp8|--moe-router-padding-for-quantization WITHOUT --fp8-format
+    fp8/fp4 must be specified when moe_router_padding_for_quantization is True.
+--moe-router-padding-for-fp8|--moe-router-padding-for-quantization WITHOUT {_SENDERS}
+    allgather and alltoall_seq dispatcher does not support moe_router_padding_for_quantization.
+--moe-flex-dispatcher-backend ncclep WITHOUT --moe-token-dispatcher-type flex
+    moe_flex_dispatcher_backend='ncclep' requires moe_token_dispatcher_type='flex'.
+--ep-overlap-early-attn-memory-release WITHOUT --overlap-moe-expert-parallel-comm
+    overlap_moe_expert_parallel_comm must be enabled when enabling ep_overlap_early_attn_memory_release
+--moe-router-topk 1 WITHOUT --moe-router-pre-softmax|{_NOT_SOFTMAX}|--moe-router-load-balancing-type sinkhorn
+    Please use --moe-router-pre-softmax when topk is 1.
+--moe-router-enable-expert-bias WITHOUT {_NOT_SOFTMAX}
+    Expert bias for aux-loss-free routing only supports 'sigmoid' and 'sqrtsoftplus' score functions.
+--moe-pad-expert-input-to-capacity WITHOUT --moe-expert-capacity-factor
+    moe_expert_capacity_factor must be set to use moe_pad_expert_input_to_capacity
+--overlap-moe-expert-parallel-comm WITHOUT {_SENDERS}
+    overlap_moe_expert_parallel_comm is supported with alltoall/flex token dispatcher
+--moe-shared-expert-intermediate-size AND --moe-shared-expert-overlap WITHOUT {_SENDERS}
+    moe_shared_expert_overlap only works with alltoall or flex token dispatcher.
+--moe-enable-deepep WITHOUT --moe-token-dispatcher-type flex
+    DeepEP backend is only supported with flex token dispatcher.
+--moe-token-dispatcher-type flex AND --moe-pad-expert-input-to-capacity WITHOUT \
+--moe-flex-dispatcher-backend hybridep|--moe-flex-dispatcher-backend ncclep
+    Flex token dispatcher with deepep backend does not support moe_pad_expert_input_to_capacity
+--moe-expert-capacity-factor AND \
+--moe-router-load-balancing-type sinkhorn|--moe-router-load-balancing-type quantile_balancing
+    moe_expert_capacity_factor only works with aux_loss, seq_aux_loss, global_aux_loss or none load balancing
+--moe-router-group-topk WITHOUT --moe-router-num-groups
+    When using group limited routing, moe_router_num_groups must be specified.
+--delay-wgrad-compute WITHOUT --overlap-moe-expert-parallel-comm
+    overlap_moe_expert_parallel_comm must be enabled when enabling delay_wgrad_compute
+--overlap-moe-expert-parallel-comm AND --moe-shared-expert-overlap
+    disable moe_shared_expert_overlap when enabling overlap_moe_expert_parallel_comm
+# CUDA graphs
+--enable-cuda-graph|--external-cuda-graph AND {_GRAPHED}|--cuda-graph-impl full_iteration
+    Do not use --enable-cuda-graph or --external-cuda-graph with --cuda-graph-impl.
+{_GRAPHED} AND {_MOE_PART}|{_ROUTER_PART} WITHOUT --num-experts
+    moe cuda graph is only supported for MoE.
+--cuda-graph-impl full_iteration AND {_ATTENTION_PART}|{_MLP_PART}|{_MOE_PART}|{_ROUTER_PART}
+    --cuda-graph-modules must be empty when --cuda-graph-impl=full_iteration.
+{_GRAPHED} AND {_MLP_PART} AND --num-experts WITHOUT --moe-layer-freq
+    mlp cuda graph is only supported for dense layers, but not found in the model.
+{_GRAPHED} AND {_MOE_PART} AND {_ROUTER_PART}
+    cuda_graph_modules must not contain both moe and moe_router.
+{_GRAPHED} AND {_MOE_PART} WITHOUT --moe-pad-expert-input-to-capacity
+    moe cuda graph is only supported with drop-padding MoE.
+--cuda-graph-impl transformer_engine AND {_PREPROCESS_PART} WITHOUT {_ROUTER_PART}
+    moe_preprocess cuda graph is only supported with moe_router cuda graph.
+--cuda-graph-impl transformer_engine AND {_ROUTER_PART} AND {_SELECTIVE} AND --recompute-modules moe
+    moe recompute is not supported with moe_router CUDA graph
+{_GRAPHS}attn AND {_SELECTIVE} AND --recompute-modules core_attn AND --attention-dropout above 0
+    attention dropout is not supported with graphed attention recomputation.
+{_GRAPHS}mlp AND {_SELECTIVE} AND --recompute-modules mlp AND --hidden-dropout above 0
+    hidden dropout is not supported with graphed MLP/MoE recomputation.
+{_GRAPHS}moe AND {_SELECTIVE} AND --recompute-modules moe AND --hidden-dropout above 0
+    hidden dropout is not supported with graphed MLP/MoE recomputation.
+# Recomputation
+--recompute-modules mlp AND {_SELECTIVE} AND {_DENSE} WITHOUT --disable-bias-linear
+    the backward pass of an MLP that is computed again and has biases never ends
+--recompute-granularity full AND {_GRAPHED}
+    full recompute is only supported with full iteration CUDA graph.
+{_SELECTIVE} AND --recompute-modules moe_act WITHOUT --moe-grouped-gemm
+    moe_act in recompute_modules is only supported with moe_grouped_gemm.
+{_SELECTIVE} AND --recompute-modules mla_up_proj WITHOUT --multi-latent-attention
+    mla_up_proj in recompute_modules is only supported with multi_latent_attention.
+{_SELECTIVE} AND --recompute-modules shared_experts AND --moe-shared-expert-overlap
+    shared_experts recompute cannot work with --moe-shared-expert-overlap.
+{_SELECTIVE} AND --recompute-modules moe_act|--recompute-modules layernorm AND --fp8-format WITHOUT {_ENGINE_RECIPES}
+    Delayed scaling does not support moe_act and layernorm recompute for fp8.
+--distribute-saved-activations WITHOUT --recompute-granularity full
+    distributed recompute activations is only application to full recompute granularity
+--distribute-saved-activations AND --tensor-model-parallel-size 1
+    can distribute recomputed activations only across tensor model parallel groups
+--distribute-saved-activations AND --sequence-parallel
+    distribute_saved_activations must be false when sequence parallel is enabled
+# Exchanges
+--cp-comm-type a2a+p2p WITHOUT --hierarchical-context-parallel-sizes
+    --hierarchical-context-parallel-sizes must be set when a2a+p2p is used in cp comm
+--hybrid-context-parallel WITHOUT --calculate-per-token-loss
+    Hybrid context parallelism must be used with --calculate-per-token-loss
+--hybrid-context-parallel WITHOUT --pipeline-model-parallel-size 1
+    Hybrid context parallelism not supported with pipeline parallelism
+--overlap-p2p-communication-warmup-flush WITHOUT {_CHUNKS}
+    only compatible with overlap_p2p_comm but not batch_p2p_comm.
+--overlap-p2p-communication-warmup-flush AND --no-overlap-p2p-communication
+    only compatible with overlap_p2p_comm
+--overlap-param-gather WITHOUT --overlap-grad-reduce
+    Must use --overlap-param-gather with --overlap-grad-reduce
+--overlap-param-gather WITHOUT --use-distributed-optimizer
+    --overlap-param-gather only supported with distributed optimizer
+--overlap-param-gather-with-optimizer-step WITHOUT --overlap-param-gather
+    Must use --overlap-param-gather-with-optimizer-step with --overlap-param-gather
+--overlap-param-gather-with-optimizer-step WITHOUT {_CHUNKS}
+    --overlap-param-gather-with-optimizer-step only supported with interleaved pipeline parallelism
+--overlap-param-gather-with-optimizer-step WITHOUT --ckpt-format torch
+    --overlap-param-gather-with-optimizer-step not supported with distributed checkpointing yet
+--tp-comm-overlap WITHOUT --sequence-parallel
+    Tensor parallel communication/GEMM overlap can happen only when sequence parallelism is enabled
+--tp-comm-overlap AND --tensor-model-parallel-size 1
+    Disabling sequence parallelism because tensor model parallelism is disabled
+# Stages
+--decoder-first-pipeline-num-layers|--decoder-last-pipeline-num-layers AND \
+--account-for-embedding-in-pipeline-split|--account-for-loss-in-pipeline-split
+    num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage cannot be set at the same time with
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split
+--num-virtual-stages-per-pipeline-rank AND --num-layers-per-virtual-pipeline-stage
+    No more than one of the following arguments can be set at the same time
+--no-overlap-p2p-communication AND --pipeline-model-parallel-size 2 AND {_CHUNKS}
+    pipeline-model-parallel size should be greater than 2 to avoid having multiple p2p sends and recvs between same
+    2 ranks per communication batch
+--defer-embedding-wgrad-compute AND --pipeline-model-parallel-size 1
+    Cannot defer embedding wgrad compute when pipeline model parallel is not used
+--defer-embedding-wgrad-compute AND --no-gradient-accumulation-fusion
+    Cannot defer embedding wgrad compute when gradient accumulation fusion is not used
+"""
+
+
+def _read(table: str) -> Iterator[Rule]:
+    """Yield the rules of a table: a line of facts each, with Megatron's reason indented below it."""
+    for facts, reason in re.findall(r"^([^#\s].*)\n((?: .*\n)*)", table, re.MULTILINE):
+        given, _, without = facts.partition(" WITHOUT ")
+        yield Rule(tuple(given.split(" AND ")), without, " ".join(reason.split()))
+
+
+_RULES = tuple(_read(_TABLE))
 _OF_ALL = tuple(its for its in _RULES if not its.of_layouts)
 
 type Given = Sequence[tuple[str, list[str] | None]]  # flags with their values
@@ -570,13 +389,13 @@ def _facts(values: Mapping[str, list[str] | None]) -> set[str]:
         found.add("--recompute-modules core_attn")  # Megatron's default
     for kind in ("attention", "hidden"):
         if float((values.get(f"--{kind}-dropout") or ["0.1"])[0]):
-            found.add(_DROPOUT.format(kind))
+            found.add(f"--{kind}-dropout above 0")
     if "--num-experts" not in values or re.search(r"\b0\b", " ".join(values.get("--moe-layer-freq") or ())):
         found.add(_DENSE)
     parts = values.get("--cuda-graph-modules") or values.get("--cuda-graph-scope") or ["full"]
     whole = not {"full", "full_iteration"}.isdisjoint(parts)
     graphed = (values.get("--cuda-graph-impl") or ["none"])[0] != "none"
-    return found | {_GRAPHS.format(its) for its in ("attn", "mlp", "moe") if graphed and (whole or its in parts)}
+    return found | {f"{_GRAPHS}{its}" for its in ("attn", "mlp", "moe") if graphed and (whole or its in parts)}
 
 
 def _problem(rules: Sequence[Rule], facts: Collection[str]) -> str:
