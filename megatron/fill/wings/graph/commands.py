@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import check_writable
 from megatron.fill.cli.typed import App, Group
@@ -19,43 +19,36 @@ if TYPE_CHECKING:
     from megatron.fill.wings.graph.search import Found
 
 _MODEL = "mmt, dlrm, candle, two-tower; a YAML file: docs/graph.md; or module:function."
-Gpu = Annotated[str, typer.Option("--gpu", metavar="KIND", help="A kind of GPU: docs/simulator.md.")]
-Net = Annotated[
-    str, typer.Option("--network", metavar="KIND", help="What connects them; none: transfers take no time.")
-]
-Memory = Annotated[
-    str | None, typer.Option("--memory", metavar="SIZE", help="Of a device.  [default: what its kind has]")
-]
+Gpu = Annotated[str, Option("--gpu", metavar="KIND", help="A kind of GPU: docs/simulator.md.")]
+Net = Annotated[str, Option("--network", metavar="KIND", help="What connects them; none: transfers take no time.")]
+Memory = Annotated[str | None, Option("--memory", metavar="SIZE", help="Of a device.  [default: what its kind has]")]
 Efficiency = Annotated[
-    float, typer.Option("--efficiency", metavar="X", min=0.01, max=1, help="Share of the peak that operators reach.")
+    float, Option("--efficiency", metavar="X", min=0.01, max=1, help="Share of the peak that operators reach.")
 ]
-Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw stages and timeline into this file.")]
+Png = Annotated[Path | None, Option("--png", metavar="FILE", help="Draw stages and timeline into this file.")]
 _GPU, _NETWORK, _EFFICIENCY = "a100-80gb", "dgx-a100", 0.45
 _FASTER = 0.01  # shorter by at least this share, one data-parallel stage is proposed
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
-    devices: Annotated[int, typer.Option("--devices", metavar="N", min=1, max=4096, help="How many there are.")],
-    batch: Annotated[
-        int, typer.Option("--batch", metavar="B", min=1, max=1 << 20, help="Samples of an iteration.")
-    ] = 256,
+    model: Annotated[str, Argument(metavar="MODEL", help=_MODEL)],
+    devices: Annotated[int, Option(metavar="N", min=1, max=4096, help="How many there are.")],
+    batch: Annotated[int, Option(metavar="B", min=1, max=1 << 20, help="Samples of an iteration.")] = 256,
     micro_batches: Annotated[
-        int | None,
-        typer.Option("--micro-batches", metavar="M", min=1, help="In every stage.  [default: the best for each stage]"),
+        int | None, Option(metavar="M", min=1, help="In every stage.  [default: the best for each stage]")
     ] = None,
     gpu: Gpu = _GPU,
     network: Net = _NETWORK,
     memory: Memory = None,
     efficiency: Efficiency = _EFFICIENCY,
     ahead: Annotated[
-        bool, typer.Option("--ahead", help="Frozen operators are in no stage: their passes run ahead, in bubbles.")
+        bool, Option("--ahead", help="Frozen operators are in no stage: their passes run ahead, in bubbles.")
     ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Also plan a sequential pipeline, and one of layers side by side.")
+        bool, Option("--compare", help="Also plan a sequential pipeline, and one of layers side by side.")
     ] = False,
     png: Png = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan into this file.")] = None,
+    json: Annotated[Path | None, Option(metavar="FILE", help="Write the plan into this file.")] = None,
 ) -> None:
     """Cut a model into a graph of stages (GraphPipe), so that branches run side by side.
 
@@ -99,19 +92,15 @@ def plan(
 
 
 def show(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A plan: of graph plan --json; with --model, its text form.")
-    ],
-    model: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="As for graph plan.")] = None,
-    devices: Annotated[
-        int | None, typer.Option("--devices", metavar="N", min=1, max=4096, help="With --model: how many.")
-    ] = None,
+    file: Annotated[Path, Argument(metavar="FILE", help="A plan: of graph plan --json; with --model, its text form.")],
+    model: Annotated[str | None, Option(metavar="MODEL", help="As for graph plan.")] = None,
+    devices: Annotated[int | None, Option(metavar="N", min=1, max=4096, help="With --model: how many.")] = None,
     gpu: Gpu = _GPU,
     network: Net = _NETWORK,
     memory: Memory = None,
     efficiency: Efficiency = _EFFICIENCY,
     png: Png = None,
-    text: Annotated[bool, typer.Option("--text", help="Print the plan's text form, and nothing else.")] = False,
+    text: Annotated[bool, Option("--text", help="Print the plan's text form, and nothing else.")] = False,
 ) -> None:
     """Check a plan and show it: one that was made by graph plan, or written by hand in its text form."""
     from megatron.fill.wings.graph.draw import draw_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.cli.typed import App
@@ -16,34 +16,27 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file: docs/simulator.md.")] = None,
+    config: Annotated[Path | None, Argument(metavar="CONFIG", help="A YAML file: docs/simulator.md.")] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="Instead: a real run's folder, or its report.json, to scale up."),
+        Option("--from", metavar="RUN", help="Instead: a real run's folder, or its report.json, to scale up."),
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", min=1, help="With --from: on how many devices.")
-    ] = None,
+    gpus: Annotated[int | None, Option(metavar="N", min=1, help="With --from: on how many devices.")] = None,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", metavar="POLICY", help="Instead of the file's; may be repeated.")
+        list[str] | None, Option(metavar="POLICY", help="Instead of the file's; may be repeated.")
     ] = None,
     sweep: Annotated[
-        list[str] | None,
-        typer.Option("--sweep", metavar="FIELD=V,V", help="Every value of a field: dp=8,16,32. May be repeated."),
+        list[str] | None, Option(metavar="FIELD=V,V", help="Every value of a field: dp=8,16,32. May be repeated.")
     ] = None,
     schedule: Annotated[
-        Path | None,
-        typer.Option("--schedule", metavar="FILE", help="Of every main job: a CSV file, docs/schedules.md."),
+        Path | None, Option(metavar="FILE", help="Of every main job: a CSV file, docs/schedules.md.")
     ] = None,
     price: Annotated[
-        float | None,
-        typer.Option("--price", metavar="X", min=0, max=1e9, help="Of a GPU-hour, for what is saved a day."),
+        float | None, Option(metavar="X", min=0, max=1e9, help="Of a GPU-hour, for what is saved a day.")
     ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", metavar="N", min=1, help="At a time (default: one per core).")
-    ] = None,
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the results into this file.")] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write a line per simulation.")] = None,
+    processes: Annotated[int | None, Option(metavar="N", min=1, help="At a time (default: one per core).")] = None,
+    png: Annotated[Path | None, Option(metavar="FILE", help="Draw the results into this file.")] = None,
+    csv: Annotated[Path | None, Option(metavar="FILE", help="Write a line per simulation.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate trainings, their bubbles, and the jobs in them, with PipeFill's own planner and scheduler.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.display import counted, plain_table
@@ -28,39 +29,28 @@ _OPEN = (
 )
 
 Flags = Annotated[
-    list[str], typer.Argument(metavar="-- FLAGS...", help="Megatron's flags; those of the layout that are given hold.")
+    list[str], Argument(metavar="-- FLAGS...", help="Megatron's flags; those of the layout that are given hold.")
 ]
 
 
 def configure(
     context: typer.Context,
-    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A YAML file: docs/configure.md.")],
+    cluster: Annotated[Path, Argument(metavar="CLUSTER", help="A YAML file: docs/configure.md.")],
     flags: Flags,
     objective: Annotated[
-        str, typer.Option("--objective", metavar="NAME", help="main (fastest), combined (with fill work), or cost.")
+        str, Option(metavar="NAME", help="main (fastest), combined (with fill work), or cost.")
     ] = "main",
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, max=1000, help="How many to show.")] = 10,
-    fill: Annotated[
-        Path | None, typer.Option("--fill", metavar="JOBS", help="A jobs file, named as kinds of the catalog.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the search for a rank order.")] = 0,
-    moves: Annotated[
-        int, typer.Option("--moves", metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")
-    ] = 3000,
+    top: Annotated[int, Option(metavar="N", min=1, max=1000, help="How many to show.")] = 10,
+    fill: Annotated[Path | None, Option(metavar="JOBS", help="A jobs file, named as kinds of the catalog.")] = None,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Of the search for a rank order.")] = 0,
+    moves: Annotated[int, Option(metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")] = 3000,
     profile: Annotated[
-        list[Path] | None,
-        typer.Option("--profile", metavar="RUN", help="A run folder of --fill-profile-only; may be repeated."),
+        list[Path] | None, Option(metavar="RUN", help="A run folder of --fill-profile-only; may be repeated.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Draw them and their bubbles into this file.")
-    ] = None,
-    memory_model: Annotated[
-        Path | None, typer.Option("--memory-model", metavar="FILE", help="What pipefill memory-model has learned.")
-    ] = None,
-    launch: Annotated[
-        Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
-    ] = None,
+    json_path: Annotated[Path | None, Option("--json", metavar="FILE", help="Write the results here.")] = None,
+    png: Annotated[Path | None, Option(metavar="FILE", help="Draw them and their bubbles into this file.")] = None,
+    memory_model: Annotated[Path | None, Option(metavar="FILE", help="What pipefill memory-model has learned.")] = None,
+    launch: Annotated[Path | None, Option(metavar="FILE", help="Write a script that starts the best one.")] = None,
 ) -> None:
     """Find the best layouts of a training on a cluster, before a GPU-hour is spent.
 
@@ -121,14 +111,12 @@ def pays(
     context: typer.Context,
     flags: Flags,
     gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", metavar="N", min=1, help="Of the training (default: one replica's, in full nodes)."),
+        int | None, Option(metavar="N", min=1, help="Of the training (default: one replica's, in full nodes).")
     ] = None,
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Which kind.")] = "a100-80gb",
-    network: Annotated[str, typer.Option("--network", metavar="NAME", help="Which kind of nodes.")] = "dgx-a100",
+    gpu: Annotated[str, Option(metavar="NAME", help="Which kind.")] = "a100-80gb",
+    network: Annotated[str, Option(metavar="NAME", help="Which kind of nodes.")] = "dgx-a100",
     schedule: Annotated[
-        Path | None,
-        typer.Option("--schedule", metavar="FILE", help="Instead of Megatron's: a CSV file, docs/schedules.md."),
+        Path | None, Option(metavar="FILE", help="Instead of Megatron's: a CSV file, docs/schedules.md.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import Json, check_writable
 
 
 def memory_model(
-    peaks: Annotated[Path, typer.Argument(metavar="PEAKS", help="A JSON file: docs/configure.md.")],
-    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Write the correction here.")],
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of what is held out and learned.")] = 0,
+    peaks: Annotated[Path, Argument(metavar="PEAKS", help="A JSON file: docs/configure.md.")],
+    output: Annotated[Path, Option(metavar="FILE", help="Write the correction here.")],
+    seed: Annotated[int, Option(metavar="N", min=0, help="Of what is held out and learned.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Learn from measured peaks how much more or less than the accounting a GPU holds.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from megatron.fill.cli.options import check_writable
 from megatron.fill.display import plain_table
@@ -23,28 +23,18 @@ _SIZES = "8,64KiB,1MiB,16MiB"
 def network(
     measured: Annotated[
         Path | None,
-        typer.Argument(metavar="MEASURED", help="Instead of measuring: a file of --output, to draw or to compare."),
+        Argument(metavar="MEASURED", help="Instead of measuring: a file of --output, to draw or to compare."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write what was measured, as JSON.")
+        Path | None, Option("--output", "-o", metavar="FILE", help="Write what was measured, as JSON.")
     ] = None,
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw heat maps into this file.")] = None,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Write a line per size of each pair and group.")
-    ] = None,
-    compare: Annotated[
-        Path | None, typer.Option("--compare", metavar="OLD", help="An earlier --output: print what has changed.")
-    ] = None,
-    sizes: Annotated[
-        str, typer.Option("--sizes", metavar="N,N", help="Of the messages; the largest gives the bandwidth.")
-    ] = _SIZES,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, max=1000, help="Of everything.")] = 3,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=1, max=1e6, help="How long a rank waits for another.")
-    ] = 300.0,
-    backend: Annotated[
-        Literal["gloo", "nccl"] | None, typer.Option("--backend", help="[default: nccl on GPUs, else gloo]")
-    ] = None,
+    png: Annotated[Path | None, Option(metavar="FILE", help="Draw heat maps into this file.")] = None,
+    csv: Annotated[Path | None, Option(metavar="FILE", help="Write a line per size of each pair and group.")] = None,
+    compare: Annotated[Path | None, Option(metavar="OLD", help="An earlier --output: print what has changed.")] = None,
+    sizes: Annotated[str, Option(metavar="N,N", help="Of the messages; the largest gives the bandwidth.")] = _SIZES,
+    repeats: Annotated[int, Option(metavar="N", min=1, max=1000, help="Of everything.")] = 3,
+    timeout: Annotated[float, Option(metavar="S", min=1, max=1e6, help="How long a rank waits for another.")] = 300.0,
+    backend: Annotated[Literal["gloo", "nccl"] | None, Option(help="[default: nccl on GPUs, else gloo]")] = None,
 ) -> None:
     """Measure bandwidth and latency from each rank to each other one, and all-reduces by group.
 
