@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from typing import ClassVar
 
@@ -131,6 +132,11 @@ _A100 = "NVIDIA A100 Tensor Core GPU data sheet, A100 SXM"
 _A100_80GB = GpuKind(
     "a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100, _A100_FLASH, processors=108, traffic=_MOVED, capability=8.0
 )
+_DGX_B200, _HGX_B300 = (f"NVIDIA {its} data sheet: an eighth of it" for its in ("DGX B200", "HGX B300"))
+_GB200, _GB300 = (f"NVIDIA {its} NVL72 data sheet" for its in ("GB200", "GB300"))
+_ADA = "NVIDIA RTX 6000 Ada Generation data sheet: a quarter of its 1,457 TFLOPS, which are of FP8 and sparse"
+_GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper"
+_blackwell = partial(GpuKind, memory_bandwidth=8000e9, flash_attention=_FLASH, fp8_any_order=True, traffic=_B200_MOVED)
 _DGX_A100 = (
     "NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand; latency: vTrain's all-reduces of 1 MiB in a node of eight "
     "(trace/a100), 14 messages in 92 us, 22 of which are the beginning"
@@ -146,76 +152,20 @@ GPUS: dict[str, GpuKind] = {
         replace(_A100_80GB, name="a100-40gb", memory_bytes=40 * GIB, memory_bandwidth=1555e9),
         _A100_80GB,
         GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, _H100, sustained=_H100_SUSTAINED, capability=9.0),
-        GpuKind(
-            "b200",
-            2250e12,
-            180 * GIB,
-            8000e9,
-            _PCIE5,
-            "NVIDIA DGX B200 data sheet: an eighth of it",
-            _FLASH,
-            _SUSTAINED,
-            fp8_any_order=True,
-            traffic=_B200_MOVED,
-            capability=10.0,
+        _blackwell(
+            "b200", 2250e12, 180 * GIB, host_bytes_s=_PCIE5, source=_DGX_B200, sustained=_SUSTAINED, capability=10.0
         ),
-        GpuKind(
-            "b300",
-            2250e12,
-            268 * GIB,
-            8000e9,
-            _PCIE5,
-            "NVIDIA HGX B300 data sheet: an eighth of it",
-            _FLASH,
-            _SUSTAINED,
-            fp8_any_order=True,
-            traffic=_B200_MOVED,
-            capability=10.3,
+        _blackwell(
+            "b300", 2250e12, 268 * GIB, host_bytes_s=_PCIE5, source=_HGX_B300, sustained=_SUSTAINED, capability=10.3
         ),
-        GpuKind(
-            "gb200",
-            2500e12,
-            186 * GIB,
-            8000e9,
-            _C2C,
-            "NVIDIA GB200 NVL72 data sheet",
-            _FLASH,
-            _GB200_SUSTAINED,
-            fp8_any_order=True,
-            traffic=_B200_MOVED,
-            capability=10.0,
+        _blackwell(
+            "gb200", 2500e12, 186 * GIB, host_bytes_s=_C2C, source=_GB200, sustained=_GB200_SUSTAINED, capability=10.0
         ),
-        GpuKind(
-            "gb300",
-            2500e12,
-            278 * GIB,
-            8000e9,
-            _C2C,
-            "NVIDIA GB300 NVL72 data sheet",
-            _FLASH,
-            _GB300_SUSTAINED,
-            fp8_any_order=True,
-            traffic=_B200_MOVED,
-            capability=10.3,
+        _blackwell(
+            "gb300", 2500e12, 278 * GIB, host_bytes_s=_C2C, source=_GB300, sustained=_GB300_SUSTAINED, capability=10.3
         ),
-        GpuKind(
-            "rtx-6000-ada",
-            364.2e12,
-            48 * GIB,
-            960e9,
-            _PCIE4,
-            "NVIDIA RTX 6000 Ada Generation data sheet: a quarter of its 1,457 TFLOPS, which are of FP8 and sparse",
-            capability=8.9,
-        ),
-        GpuKind(
-            "rtx-3080",
-            59.5e12,
-            10 * GIB,
-            760e9,
-            _PCIE4,
-            "NVIDIA Ampere GA102 GPU architecture whitepaper",
-            capability=8.6,
-        ),
+        GpuKind("rtx-6000-ada", 364.2e12, 48 * GIB, 960e9, _PCIE4, _ADA, capability=8.9),
+        GpuKind("rtx-3080", 59.5e12, 10 * GIB, 760e9, _PCIE4, _GA102, capability=8.6),
     )
 }
 
