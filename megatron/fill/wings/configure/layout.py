@@ -38,14 +38,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rank order's links.
-
-    Attributes:
-        replicas: the data-parallel replicas whose links differ: per stage, to the next stage (from the last to the
-            first, for chunks) and from there back.
-    """
+    """A rank order's links."""
 
     stages: tuple[StageRoutes, ...]
+    # the data-parallel replicas whose links differ: per stage, to the next stage (from the last to the first, for
+    # chunks) and from there back
     replicas: tuple[tuple[tuple[Route, Route], ...], ...]
     ends: Route  # between the first and the last stage, for a tied embedding
     rendezvous: bool = False  # as of ``Links``

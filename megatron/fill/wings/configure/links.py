@@ -30,24 +30,19 @@ class Route(tuple[tuple[float, float], ...]):
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links of all pairs of ranks.
+    """Links of all pairs of ranks."""
 
-    Attributes:
-        bytes_per_s: N x N, from row to column, while nothing else is sent; the diagonal does not count.
-        latency_s: N x N.
-        nodes: per rank, the number of its node.
-        nics: per node, number of its ranks that may send to other nodes at full speed at once; more of them share.  Not
-            a whole number where a node's way out is faster than a rank, but not by a multiple.
-        period: number of ranks after which a group of adjacent ranks has the same links again; 0 if there is none.
-        rendezvous: a transfer between stages holds both its ends in all schedules, one way after the other, as gloo's
-            does; else as ``overlap.exchanges_hold`` has it.
-    """
-
+    # N x N, from row to column, while nothing else is sent; the diagonal does not count
     bytes_per_s: Sequence[Sequence[float]]
-    latency_s: Sequence[Sequence[float]]
-    nodes: tuple[int, ...]
+    latency_s: Sequence[Sequence[float]]  # N x N
+    nodes: tuple[int, ...]  # per rank, the number of its node
+    # per node, number of its ranks that may send to other nodes at full speed at once; more of them share.  Not a whole
+    # number where a node's way out is faster than a rank, but not by a multiple.
     nics: float = 1
+    # number of ranks after which a group of adjacent ranks has the same links again; 0 if there is none
     period: int = 0
+    # a transfer between stages holds both its ends in all schedules, one way after the other, as gloo's does; else as
+    # ``overlap.exchanges_hold`` has it
     rendezvous: bool = False
 
     @classmethod

@@ -45,28 +45,20 @@ class Both:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Times of a short run of one replica.
+    """Times of a short run of one replica."""
 
-    Attributes:
-        tp, microbatch: layout of the run.
-        layer: passes of one layer, with what its tensor-parallel ranks exchange.
-        first: passes of the first stage without its layers (the embedding), as far as it can be told.
-        last: the same of the last stage (the output layer and the loss).
-        step_s_per_parameter: seconds between the last pass of an iteration and the first of the next.
-        fixed: constant part of each pass of a virtual stage, independent of layers and samples, as far as can be told.
-        step_s: constant seconds between an iteration's last pass and the next one's first, as far as can be told.
-        waits: factor on the mean passes that yields the measured iteration.  Of two stages that wait for each other
-            the later one counts, and which one is later differs from pass to pass.
-    """
-
-    tp: int
+    tp: int  # layout of the run, with ``microbatch``
     microbatch: int
-    layer: Both
-    first: Both
-    last: Both
-    step_s_per_parameter: float
+    layer: Both  # passes of one layer, with what its tensor-parallel ranks exchange
+    first: Both  # passes of the first stage without its layers (the embedding), as far as it can be told
+    last: Both  # the same of the last stage (the output layer and the loss)
+    step_s_per_parameter: float  # seconds between the last pass of an iteration and the first of the next
+    # constant part of each pass of a virtual stage, independent of layers and samples, as far as can be told
     fixed: Both = Both(0.0, 0.0)
+    # constant seconds between an iteration's last pass and the next one's first, as far as can be told
     step_s: float = 0.0
+    # factor on the mean passes that yields the measured iteration.  Of two stages that wait for each other the later
+    # one counts, and which one is later differs from pass to pass.
     waits: float = 1.0
 
 
@@ -90,12 +82,7 @@ class Passes:
         return self._mean(tp, "step_s")
 
     def stage_cost(
-        self,
-        model: ModelSpec,
-        its: Parallel,
-        layers: int,
-        ends: tuple[bool, bool],
-        exchange_s: tuple[float, float],
+        self, model: ModelSpec, its: Parallel, layers: int, ends: tuple[bool, bool], exchange_s: tuple[float, float]
     ) -> StageCost:
         """Cost of one microbatch on a virtual stage.
 
