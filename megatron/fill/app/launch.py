@@ -26,13 +26,7 @@ from megatron.fill.app.closing import Others, kept, measure_alone, report_end, r
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.placing import check_between, jobs_outlive_ranks, take_rank, take_turn, world_size
-from megatron.fill.app.runfolder import (
-    check_store,
-    make_run_folder,
-    new_run_folder,
-    served,
-    store_of,
-)
+from megatron.fill.app.runfolder import check_store, make_run_folder, new_run_folder, served, store_of
 from megatron.fill.app.runlock import exit_together, lock_run_folder
 from megatron.fill.app.sandboxing import RunSandbox, check_flags, find_sandbox
 from megatron.fill.app.session import Session

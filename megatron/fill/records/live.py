@@ -24,15 +24,7 @@ from megatron.fill.records.sampling import Sample, SampledBubble, Samples
 from megatron.fill.records.segment import Segment
 from megatron.fill.records.slowdown import Estimate, slowdown
 from megatron.fill.records.tables import column
-from megatron.fill.types import (
-    MOST_SETTLING,
-    PIPELINE_KINDS,
-    BrakeEvent,
-    Iteration,
-    JobRecord,
-    RankInfo,
-    WorkerRecord,
-)
+from megatron.fill.types import MOST_SETTLING, PIPELINE_KINDS, BrakeEvent, Iteration, JobRecord, RankInfo, WorkerRecord
 
 _RECENT = 4096  # iterations that the slowdown is estimated from
 _LONGEST_SETTLING = MOST_SETTLING + 56  # filled iterations: jobs may count as settled with the paired block after that

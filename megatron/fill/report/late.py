@@ -46,7 +46,7 @@ def late(ranks: Sequence[RankReport], accounts: Sequence[AccountReport]) -> list
             if name != _ALL:  # who waited for a late rank of its stage did not itself keep other stages waiting
                 for rank, its_s in waited_s.items():
                     in_pipeline_s[rank] += its_s - min(waited_s.values())
-    for group in _by(ranks, _pipeline):
+    for group in _by(ranks, lambda its: (its.data_parallel_rank, its.tensor_parallel_rank, its.context_parallel_rank)):
         found += _late("pipeline", group, {rank.rank: in_pipeline_s[rank.rank] for rank in group})
     return sorted(found, key=lambda one: -one.late_s)
 
@@ -56,10 +56,6 @@ def _by(ranks: Sequence[RankReport], common: Callable[[RankReport], tuple[int, .
     for rank in ranks:
         groups[common(rank)].append(rank)
     return list(groups.values())
-
-
-def _pipeline(rank: RankReport) -> tuple[int, ...]:
-    return rank.data_parallel_rank, rank.tensor_parallel_rank, rank.context_parallel_rank
 
 
 def _in_saves(rank: RankReport) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,8 +119,8 @@ class Series:
     def bins(self) -> list[Bin]:
         """Return the stretches of iterations, in order."""
         sums = ((self._harvested, self._fillable), self._times[True], self._times[False])
-        columns = zip(*(_over(parts, wholes) for parts, wholes in sums), strict=True)
-        return [Bin(self._first + at * self._size, *values) for at, values in enumerate(columns)]
+        columns = ([float(part / whole) if whole else None for part, whole in zip(*its, strict=True)] for its in sums)
+        return [Bin(self._first + at * self._size, *its) for at, its in enumerate(zip(*columns, strict=True))]
 
     def parts(self) -> list[tuple[int, str, float]]:
         """Return stage, part and its milliseconds of a mean iteration."""
@@ -138,7 +138,3 @@ class Series:
 def _cell(durations_ns: np.ndarray) -> np.ndarray:
     ms = np.log10(np.maximum(durations_ns, 1) / _MS)
     return np.clip(((ms - _DECADES[0]) * _CELLS).astype(int), 0, (_DECADES[1] - _DECADES[0]) * _CELLS - 1)
-
-
-def _over(parts: np.ndarray, wholes: np.ndarray) -> Iterable[float | None]:
-    return [float(part / whole) if whole else None for part, whole in zip(parts, wholes, strict=True)]

@@ -32,13 +32,7 @@ class Choice:
 
 
 def choose(
-    whole: Evaluator,
-    kinds: Sequence[FillKind],
-    objective: Objective,
-    top: int,
-    seed: int,
-    moves: int,
-    error: float,
+    whole: Evaluator, kinds: Sequence[FillKind], objective: Objective, top: int, seed: int, moves: int, error: float
 ) -> Choice:
     """Return the best configurations of a training on a whole cluster by an objective.
 

@@ -55,10 +55,7 @@ def features(model: ModelSpec, its: Parallel, stage: int) -> dict[str, float]:
         "uneven": any(one is not None for one in (its.first_layers, its.last_layers, its.stage_layers)),
     }
     held = memory(model, its)[stage]
-    parts = {
-        "analytic": log(held.total_bytes),
-        "activations": held.activations_bytes / held.total_bytes,
-    }
+    parts = {"analytic": log(held.total_bytes), "activations": held.activations_bytes / held.total_bytes}
     return {name: log(size) for name, size in sizes.items()} | {k: float(v) for k, v in choices.items()} | parts
 
 

@@ -16,14 +16,8 @@ from megatron.fill.errors import GraphError
 from megatron.fill.given.quantities import no_switch, parse_bytes
 
 _NAME = re.compile(r"[^\s:]+")
-
-
-def _bytes(value: object) -> object:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
 Number = Annotated[float, BeforeValidator(no_switch), Field(ge=0, allow_inf_nan=False)]  # checked in a file
-Size = Annotated[Number, BeforeValidator(_bytes)]
+Size = Annotated[Number, BeforeValidator(lambda its: parse_bytes(its) if isinstance(its, str) else its)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,11 +53,7 @@ def micro_batches(batch: int, count: int | None = None) -> tuple[int, ...]:
 
 
 def plan_graph(
-    graph: ModelGraph,
-    cluster: Cluster,
-    batch: int,
-    sizes: Sequence[int],
-    tolerance: float = _TOLERANCE,
+    graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int], tolerance: float = _TOLERANCE
 ) -> Found:
     """Find the graph of stages with the shortest iteration.
 

@@ -23,12 +23,11 @@ from megatron.fill.wings.sim.mainjob import MainJob
 from megatron.fill.wings.sim.recorded.groups import Reschedule, recorded_groups, rescheduled_groups
 from megatron.fill.wings.sim.values import Failures, MainJobRun, RuntimeModel
 
-
-def _seconds(value: object) -> object:
-    return parse_duration(value) if isinstance(value, str) else value
-
-
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[
+    float,
+    BeforeValidator(lambda its: parse_duration(its) if isinstance(its, str) else its),
+    Field(ge=0, allow_inf_nan=False),
+]
 
 
 class _Strict(BaseModel):
@@ -57,12 +56,7 @@ class MainJobConfig(_Strict):
 
     @model_validator(mode="after")
     def _one_description(self) -> MainJobConfig:
-        described = {
-            "model": self.model,
-            "gpu": self.gpu,
-            "network": self.network,
-            "parallel": self.parallel,
-        }
+        described = {"model": self.model, "gpu": self.gpu, "network": self.network, "parallel": self.parallel}
         missing = [name for name, value in described.items() if value is None]
         if self.report is None and missing:
             raise ValueError(f"{missing[0]} is missing; expected model, gpu, network and parallel, or report")

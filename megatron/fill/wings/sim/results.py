@@ -106,7 +106,7 @@ def summarise(
     states = dict.fromkeys((str(state) for state in JobState if state is not JobState.CANCELLED), 0)
     for _, ended in pairs:
         states[ended.state] += 1
-    due = [(job, ended) for job, ended in pairs if job.deadline_s is not None]
+    due = [(job.deadline_s, ended.ended_s) for job, ended in pairs if job.deadline_s is not None]
     return SimResult(
         policy=scenario.policy,
         what=what or {},
@@ -116,7 +116,7 @@ def summarise(
         kinds=_kinds(scenario, pairs, outcome.duration_s),
         jobs=states,
         completion=_completion(pairs),
-        deadlines=(len(due), sum(_in_time(job, ended) for job, ended in due)),
+        deadlines=(len(due), sum(ended_s is not None and ended_s <= deadline_s for deadline_s, ended_s in due)),
         saved_per_day=None if price_per_gpu_hour is None else total.gpus_worth * _DAY_H * price_per_gpu_hour,
         truncated=states[JobState.QUEUED] + states[JobState.RUNNING],
         failures=outcome.failures,
@@ -165,7 +165,3 @@ def _completion(pairs: Iterable[tuple[SimJob, JobOutcome]]) -> Completion | None
         return None
     median, p95 = np.percentile(times, [50, 95])
     return Completion(len(times), float(np.mean(times)), float(median), float(p95))
-
-
-def _in_time(job: SimJob, ended: JobOutcome) -> bool:
-    return ended.ended_s is not None and job.deadline_s is not None and ended.ended_s <= job.deadline_s
