@@ -75,14 +75,15 @@ def usage(
         raise ConfigError("--json and --csv exclude each other; expected one of them")
     span_s = None if since is None else parsed("--since", since, parse_duration)
     with opened(store) as opened_store:
-        first_s = None if span_s is None else opened_store.now_s() - span_s
+        now_s = opened_store.now_s()
+        first_s = None if span_s is None else now_s - span_s
         jobs = [job for job in opened_store.list() if _within(job, first_s)]
     segments = {run: _segment(run) for run in sorted({_run(job) for job in jobs})}
     prices = {run: _price(segment) if price is None else price for run, segment in segments.items()}
     quotas = {run: segment.quota for run, segment in segments.items() if segment is not None and segment.quota}
     name = {By.USER: lambda job: job.user or "-", By.JOB: lambda job: job.name, By.RUN: _run}[by]
-    found = used(jobs, name, prices)
-    total = used(jobs, lambda _: "all", prices).get("all", Used())
+    found = used(jobs, name, prices, now_s)
+    total = used(jobs, lambda _: "all", prices, now_s).get("all", Used())
     if as_json:
         rows = [{by.value: name, **asdict(one)} for name, one in found.items()]
         limits = {run: asdict(quota) for run, quota in quotas.items()}
@@ -106,8 +107,10 @@ def _within(job: Job, first_s: float | None) -> bool:
     return begun and (first_s is None or job.finished_s is None or job.finished_s >= first_s)
 
 
-def used(jobs: Iterable[Job], name: Callable[[Job], str], prices: Mapping[str, float | None]) -> dict[str, Used]:
-    """Return the usage by the name that a job's time is booked on, most device time first.
+def used(
+    jobs: Iterable[Job], name: Callable[[Job], str], prices: Mapping[str, float | None], now_s: float
+) -> dict[str, Used]:
+    """Return the usage by the name that a job's time is booked on, most device time first, at the store's ``now_s``.
 
     ``prices`` are those of a device-hour by run folder, None where one is not known.
     """
@@ -115,7 +118,7 @@ def used(jobs: Iterable[Job], name: Callable[[Job], str], prices: Mapping[str, f
     for job in jobs:
         one = found[name(job)]
         one.jobs += 1
-        one.running += job.state is JobState.RUNNING
+        one.running += job.state is JobState.RUNNING and not job.lost(now_s)
         one.device_s += job.progress.harvested_s
         one.steps += job.progress.steps
         one.joules = _sum((one.joules, job.progress.joules))

@@ -63,6 +63,16 @@ def test_the_rows_add_up(usage, by, expected):
     assert sum(row["cost"] for row in said["rows"]) == pytest.approx(60)
 
 
+def test_a_job_whose_agent_is_lost_does_not_run(usage, store):
+    queue = open_store(store)
+    for name, lease_s in (("held", 3600), ("lost", 1e-6)):
+        [job] = queue.submit([NewJob(name, Work("m:C"), user="eve")])
+        assert queue.claim("agent", [job.id], lease_s)
+    queue.close()
+    rows = {row["user"]: row for row in json.loads(usage("--json"))["rows"]}
+    assert (rows["eve"]["jobs"], rows["eve"]["running"]) == (2, 1)
+
+
 def test_the_table_fits_80_columns(usage):
     out = usage()
     assert max(map(len, out.splitlines())) <= 80
