@@ -1,7 +1,8 @@
 """The agent's client of the job store: heartbeats, claims and ends of jobs, with retries while the store is away.
 
 A database that is locked, slow or gone does not affect jobs that run: heartbeats and requests are tried again after a
-pause, which grows as long as it has never answered, and the agent's log says so.
+pause, and the agent's log says so once a minute.  The pause grows, but little once it has answered: others that reach
+it sooner after an outage would take the jobs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ logger = logging.getLogger("pipefill.agent")
 
 _BEAT_S = 3.0  # most time between two heartbeats, which also carry progress out and cancellations in
 _TICK_S = 0.5  # time between two looks whether a message is due
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # after a store has not answered; doubled until it does first
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # after a store has not answered; doubled until it does
+_SAID_S = 60.0  # time between two lines of the log with the same error
 _LAST_S = 5.0  # time for which a store that does not answer is tried at the end
 SUBMITTED = "submitted.json"  # in the run folder
 _VERSION = 1
@@ -74,6 +76,7 @@ class Claims:
         self._connecting = threading.Lock()
         self._pause_s = _FIRST_PAUSE_S
         self._again_s = 0.0
+        self._said, self._said_s = "", 0.0  # the error that the log has last, and when
         self._device_s = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="claims", daemon=True)
@@ -82,14 +85,9 @@ class Claims:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the heartbeats and remove the device from the store."""
+        """Stop the heartbeats and remove the device from the store, unless it does not answer."""
         self._done.set()
-        self._thread.join(self.lease_s)
-        if self._unsaid:
-            self.ask(self._say_rest, _LAST_S)
-        self.ask(lambda store: store.forget_device(self.device().name))
-        if self._store is not None:
-            self._store.close()
+        self._thread.join(_LAST_S)  # the rank waits, and a heartbeat may be under way at a server that is frozen
 
     def ask[T](self, question: Callable[[JobStore], T], patience_s: float = 0.0) -> T | None:
         """Return the store's answer; None if it cannot be reached (within ``patience_s``)."""
@@ -97,7 +95,9 @@ class Claims:
         while True:
             if patience_s or time.monotonic() >= self._again_s:
                 try:
-                    return question(self._connected())
+                    answer = question(self._connected())
+                    self._pause_s = _FIRST_PAUSE_S
+                    return answer
                 except StoreError as error:
                     self._failed(error)
             if time.monotonic() >= end:
@@ -122,7 +122,8 @@ class Claims:
             return end(claim, status, progress, result)
 
         self.stop_renewing(claim)  # to a heartbeat after that, a job that has ended would look lost
-        heard = self.ask(say, patience_s)
+        away = self._pause_s > _FIRST_PAUSE_S
+        heard = self.ask(say, patience_s) if patience_s or not away else None
         if heard is None:  # reported again with the heartbeats; it counts if the lease still holds then
             self._unsaid.append(say)
         return bool(heard)
@@ -148,7 +149,6 @@ class Claims:
             for owner in self.dead:
                 self._store.disown(owner)
             self.dead = ()
-        self._pause_s = _FIRST_PAUSE_S
         return self._store
 
     def _submit_jobs(self, store: JobStore, jobs: Sequence[NewJob]) -> None:
@@ -165,9 +165,12 @@ class Claims:
     def _failed(self, error: StoreError) -> None:
         if time.monotonic() < self._again_s:
             return  # another thread has found that out
-        logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
-        self._again_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        now_s = time.monotonic()
+        if str(error) != self._said or now_s >= self._said_s + _SAID_S:
+            logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
+            self._said, self._said_s = str(error), now_s
+        self._again_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S if self._store is None else _BEAT_S)
 
     def _run(self) -> None:
         while not self._done.wait(_TICK_S):
@@ -175,6 +178,14 @@ class Claims:
                 self.ask(self._beat)
             except Exception:  # a failed heartbeat must not stop the next one
                 logger.exception("a heartbeat failed")
+        self.ask(self._say_last, _LAST_S if self._unsaid else 0.0)
+        if self._store is not None:
+            self._store.close()
+
+    def _say_last(self, store: JobStore) -> None:
+        self._say_rest(store)
+        with _alone("the device cannot be taken out of the store"):
+            store.forget_device(self.device().name)
 
     def _beat(self, store: JobStore) -> None:
         self._say_rest(store)

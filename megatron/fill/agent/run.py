@@ -37,7 +37,7 @@ from megatron.fill.worker.spec import Outcome, SandboxReport
 logger = logging.getLogger("pipefill.agent")
 
 _SANDBOX_S, _LOOK_S = 60.0, 0.2  # time limit for setting up the sandbox, on a busy machine; time between two looks
-_SAY_S = 8.0  # time for which a store that does not answer is tried
+_SAY_S = 8.0  # time for which a store that does not answer is tried while the training goes on
 _TELL_S = 5.0  # time between two estimates of the job's end
 _MOST_SAID = 2000  # most characters of a worker's last output that are logged
 _SHOWN = 2000  # number of recent bubbles and steps in the record of a running job
@@ -85,7 +85,7 @@ class JobRun:
         if status.state is JobState.QUEUED:
             context.ranking.misfits.tried(job.id, self._is_tail)
         logger.warning("job %s: %s %s", job.name, status.state, status.text)
-        context.claims.finish(self.claim, status, self._last_progress(), {}, _SAY_S)
+        context.claims.finish(self.claim, status, self._last_progress(), {}, self._say_s)
 
     @property
     def stepped(self) -> bool:
@@ -120,6 +120,11 @@ class JobRun:
     @property
     def _is_tail(self) -> bool:
         return self.neighbour is not None
+
+    @property
+    def _say_s(self) -> float:
+        """The patience with which the job's end is told: at the training's end ``Claims.stop`` tells it."""
+        return 0.0 if self.context.over else _SAY_S
 
     def _last_progress(self) -> Progress:
         """Return the progress of a job whose run raised an unexpected exception."""
@@ -159,7 +164,7 @@ class JobRun:
             if status.failed:
                 progress = replace(progress, failures=progress.failures + 1)
             if end.standing is not Standing.LOST:
-                heard = context.claims.finish(claim, status, progress, end.outcome.result, _SAY_S)
+                heard = context.claims.finish(claim, status, progress, end.outcome.result, self._say_s)
                 status = replace(status, unheard=not heard)
             if end.unfit:
                 context.ranking.misfits.tried(job.id, self._is_tail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -342,3 +343,49 @@ def test_one_job_s_broken_progress_stops_no_other_heartbeat(flaky):
     until(lambda: sound.beat_s > before_s)
     until(lambda: flaky.store.devices() != [])
     claims.stop()
+
+
+def test_a_store_that_stays_away_is_told_once_and_asked_with_pauses(flaky, caplog):
+    claims = make(flaky)
+    claims.ask(lambda store: store.list())
+    flaky.down = True
+    for _ in range(3):
+        claims.ask(lambda store: store.list(), 0.001)
+        claims._again_s = 0.0
+    assert len(caplog.records) == 1
+    assert claims._pause_s > 2 * agent_claims._FIRST_PAUSE_S
+
+
+def test_an_end_without_patience_asks_no_store_that_is_away(flaky):
+    claims = make(flaky)
+    held = take(claims)
+    flaky.down = True
+    claims.ask(lambda store: store.list())
+    claims._again_s, calls = 0.0, flaky.calls
+    assert not claims.finish(held.claim, Status(JobState.QUEUED), held.progress(), {}, 0.0)
+    assert flaky.calls == calls
+    flaky.down = False
+    claims.start()
+    claims.stop()
+    assert flaky.store.get(held.claim.job.id).state is JobState.QUEUED
+
+
+def test_the_end_waits_only_a_short_time_for_a_store_that_never_answers(flaky, monkeypatch):
+    monkeypatch.setattr(agent_claims, "_LAST_S", 0.05)
+    claims = make(flaky, lease_s=3600.0)
+    claims.start()
+    asked, answers = threading.Event(), threading.Event()
+
+    def frozen() -> DeviceEntry:
+        asked.set()
+        answers.wait()
+        return DeviceEntry("rank 0", "run")
+
+    claims.device = frozen
+    claims.look_again()
+    asked.wait()
+    ended = threading.Thread(target=claims.stop, daemon=True)
+    ended.start()
+    ended.join(30.0)
+    assert not ended.is_alive()
+    answers.set()
