@@ -88,15 +88,8 @@ def _draw_stages(axes: Axes, plan: Plan, places: list[tuple[int, int]]) -> None:
         if len(name) > characters:
             name = f"{ends[0][: max(3, characters - 1)]}…" if characters > 3 else ""
         sizes = f"{number}: {len(stage.devices)} x {stage.micro_batch // len(stage.devices)}"
-        axes.text(
-            x,
-            y,
-            f"{sizes}\n{name}" if characters > 6 else f"{number}",
-            ha="center",
-            va="center",
-            fontsize=7.5,
-            color=_INK,
-        )
+        text = f"{sizes}\n{name}" if characters > 6 else f"{number}"
+        axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=_INK)
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(lanes - 0.5, -0.5), xticks=[], yticks=[])
     kind = "sequential pipeline" if plan.sequential else "graph of stages"
     sizes = f"{counted(plan.devices, 'device')}, {counted(plan.batch, 'sample')}"

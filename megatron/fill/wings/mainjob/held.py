@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from megatron.fill.wings.mainjob.memory import StageMemory, embeddings, optimizer_parameters, stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
-from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from megatron.fill.wings.mainjob.tape import Sizes, kept_bytes, layer_tape, peak_bytes, sizes
 
 _KINDS = Recompute.FULL, Recompute.NONE
@@ -74,38 +74,24 @@ def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
     if its.recomputed is not None and its.recompute is Recompute.FULL:
         parts, plain = (micro_batch(model, replace(its, recomputed=None, recompute=kind)) for kind in _KINDS)
         return replace(parts, plain=plain)
-    return _micro_batch(
-        *(model, its.tp, its.cp, its.ep, its.expert_width, its.sequence_parallel, its.microbatch),
-        *(its.recompute, its.recompute_modules, its.precision),
+    alone = Parallel(  # without what their memory does not depend on
+        tp=its.tp,
+        pp=1,
+        cp=its.cp,
+        ep=its.ep,
+        expert_tp=its.expert_width,
+        microbatch=its.microbatch,
+        global_batch=its.microbatch,
+        sequence_parallel=its.sequence_parallel,
+        recompute=its.recompute,
+        recompute_modules=its.recompute_modules,
+        precision=its.precision,
     )
+    return _micro_batch(model, alone)
 
 
 @lru_cache(maxsize=4096)
-def _micro_batch(
-    model: ModelSpec,
-    tp: int,
-    cp: int,
-    ep: int,
-    expert_tp: int,
-    sequence_parallel: bool,
-    microbatch: int,
-    recompute: Recompute,
-    recompute_modules: tuple[str, ...],
-    precision: Precision,
-) -> MicroBatch:
-    its = Parallel(
-        tp=tp,
-        pp=1,
-        cp=cp,
-        ep=ep,
-        expert_tp=expert_tp,
-        microbatch=microbatch,
-        global_batch=microbatch,
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        recompute_modules=recompute_modules,
-        precision=precision,
-    )
+def _micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
     size = sizes(model, its)
     mask = model.sequence**2 / its.cp if model.kernels.masked else 0.0
     positions = model.positions * model.hidden * its.precision.weight_bytes
@@ -196,9 +182,8 @@ def _pass(
         if count:
             peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes + waiting)
     if last:
-        before = (
-            parts.passed if several and not first else 0.0
-        )  # the previous microbatch is released only after the loss
+        # The previous microbatch is released only after the loss.
+        before = parts.passed if several and not first else 0.0
         later = (parts.plain or parts).later  # by blocks, none of them is computed again
         for _ in range(parts.predicted):
             peak = max(peak, kept + max(later.peak_bytes, parts.embedding_work) + parts.tied)

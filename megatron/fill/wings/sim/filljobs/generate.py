@@ -110,7 +110,8 @@ def generate(
     which = random.choice(len(names), size=number, p=shares)
     urgent = random.random(number) < generator.deadline_share
     deadlines = arrivals + sizes * random.uniform(*generator.deadline_factors, size=number)
-    users = _users(generator, number, random)
+    columns = [its.tolist() for its in (which, arrivals, sizes, deadlines, urgent)]
+    jobs = zip(*columns, _users(generator, number, random), strict=True)
     return tuple(
         SimJob(
             id=one,
@@ -121,17 +122,7 @@ def generate(
             deadline_s=deadline_s if has_deadline else None,
             user=user,
         )
-        for one, (kind, arrival_s, size_s, deadline_s, has_deadline, user) in enumerate(
-            zip(
-                which.tolist(),
-                arrivals.tolist(),
-                sizes.tolist(),
-                deadlines.tolist(),
-                urgent.tolist(),
-                users,
-                strict=True,
-            )
-        )
+        for one, (kind, arrival_s, size_s, deadline_s, has_deadline, user) in enumerate(jobs)
     )
 
 
