@@ -57,11 +57,7 @@ class MeasuringMachine(TaskMachine):
         return 0.0  # work done while measuring does not count
 
     def profile(self, configuration: Configuration) -> JobProfile:
-        """Return the profile measured since ``begin``.
-
-        Raises:
-            TaskError: the task ended before its first iteration did.
-        """
+        """Return the profile measured since ``begin``; TaskError if the task ended before its first iteration did."""
         names, measured = self.nodes.node_names(), [times for times in self._times.values() if times]
         if len(measured) != len(names):
             raise TaskError(

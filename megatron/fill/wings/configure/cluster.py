@@ -113,11 +113,7 @@ class Cluster(BaseModel):
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read the file.
-
-    Raises:
-        ConfigError: naming the file, the line, the field, its value and what was expected.
-    """
+    """Read the file; ConfigError naming it, the line, the field, its value and what was expected."""
     read = read_yaml(path, "a YAML file with nodes, gpus_per_node, gpu and network")
     if not isinstance(read.value, dict):
         raise ConfigError(f"{path}: found {shown(read.value)}; expected a mapping with nodes, gpus_per_node and gpu")

@@ -74,12 +74,7 @@ class Network:
 
     @classmethod
     def fit(cls, rows: Array, wanted: Array, seed: int = 0) -> Network:
-        """Least squares by Adam, all samples at once.
-
-        Args:
-            rows: ``[samples, features]``.
-            wanted: ``[samples]``.
-        """
+        """Full-batch least squares by Adam: ``rows`` are ``[samples, features]``, ``wanted`` ``[samples]``."""
         mean, scale = rows.mean(0), rows.std(0)
         scale[scale == 0] = 1.0
         given = (rows - mean) / scale
@@ -164,11 +159,7 @@ class Correction:
         return tuple(found)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write it as JSON; OSError if it cannot be written."""
         from megatron.fill.linux.files import write_text
 
         content = {name: getattr(self, name) for name in ("least", "most", "margin", "samples")}
@@ -179,11 +170,7 @@ class Correction:
 
     @classmethod
     def load(cls, path: Path) -> Correction:
-        """Read it.
-
-        Raises:
-            ConfigError: naming the file, the field and what was expected.
-        """
+        """Read it; ConfigError naming the file, the field and what was expected."""
         found = read_json(path, _EXPECTED)
         if not isinstance(found, dict):
             raise ConfigError(f"{path}: found {shown(found)}; expected {_EXPECTED}")

@@ -19,11 +19,7 @@ _LEAST_IN, _CELL_IN, _MOST_IN = 4.5, 0.5, 12.0
 
 
 def draw_network(path: Path, network: Network) -> None:
-    """Draw a PNG: two matrices, row by row what a rank sends.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw a PNG: two matrices, row by row what a rank sends; OSError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     side_in = min(_MOST_IN, max(_LEAST_IN, _CELL_IN * len(network.ranks) + 1.5))

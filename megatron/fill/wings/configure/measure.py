@@ -24,11 +24,7 @@ type Samples = dict[tuple[Any, ...], list[float]]  # transfers by (sender, recei
 
 
 def check_ranks() -> None:
-    """Check that this process was started as one of several ranks.
-
-    Raises:
-        ConfigError: it was not.
-    """
+    """Check that this process was started as one of several ranks; ConfigError if it was not."""
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -110,11 +106,7 @@ def measure(
 
 
 class _Wire:
-    """Sends and receives over a backend.
-
-    Args:
-        most_bytes: largest size of a message.
-    """
+    """Sends and receives over a backend, messages of at most ``most_bytes``."""
 
     def __init__(self, backend: str, local_rank: int, most_bytes: int, limit: timedelta) -> None:
         import torch

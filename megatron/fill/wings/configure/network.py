@@ -74,11 +74,7 @@ class Network:
             raise ConfigError(f"{path}: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write it as JSON, whole or not at all; OSError if it cannot be written."""
         rows = [f" {json.dumps(name)}: {_shown(value)}" for name, value in asdict(self).items()]
         write_text(path, "{\n" + ",\n".join(rows) + "\n}\n")
 

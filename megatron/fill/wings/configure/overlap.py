@@ -57,11 +57,7 @@ def expert_problem(model: ModelSpec, its: Parallel) -> str:
 
 
 def recomputations(model: ModelSpec, fixed: Mapping[str, Any]) -> tuple[Recompute, ...]:
-    """Return the kinds of recomputation that a training may have, the least first.
-
-    Args:
-        fixed: as ``Training`` has it.
-    """
+    """Return the kinds of recomputation that a training may have, the least first; ``fixed`` is as in ``Training``."""
     if "recompute" in fixed:
         return (fixed["recompute"],)
     if not model.kernels.overlaps.experts:

@@ -174,11 +174,7 @@ def _load(folder: Path, training: Training) -> Profile:
 
 
 def flags_of_run(folder: Path, command: str) -> Training:
-    """Read a run's training from its command line.
-
-    Raises:
-        ConfigError: naming the folder and the flag.
-    """
+    """Read a run's training from its command line; ConfigError naming the folder and the flag."""
     tokens = shlex.split(command)
     first = next((at for at, token in enumerate(tokens) if token.startswith("--")), len(tokens))
     try:
@@ -205,11 +201,7 @@ def _check_same(folder: Path, ran: Training, training: Training) -> None:
 
 
 def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
-    """Return the layout of a run's training.
-
-    Raises:
-        ConfigError: a profile cannot be taken from this layout.
-    """
+    """Return the layout of a run's training; ConfigError if a profile cannot be taken from it."""
     fixed = ran.fixed
     tp, pp, chunks = (fixed.get(name, 1) for name in ("tp", "pp", "chunks"))
     if pp == 1:

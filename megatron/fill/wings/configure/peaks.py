@@ -43,11 +43,7 @@ class Peak:
 
 
 def load_peaks(path: Path) -> list[Peak]:
-    """Read the file.
-
-    Raises:
-        ConfigError: naming the file, the entry, its field, its value and what was expected.
-    """
+    """Read the file; ConfigError naming it, the entry, its field, its value and what was expected."""
     found = read_json(path, _EXPECTED)
     entries = found.get("peaks") if isinstance(found, dict) else None
     if not isinstance(entries, list):

@@ -90,11 +90,7 @@ class RunSpans:
         self._tracer = self.provider.get_tracer("pipefill")
 
     def add(self, rank: LiveRank, sample: Sample, traced: Traced | None = None) -> None:
-        """Send the spans of an iteration of a rank.
-
-        Args:
-            traced: the training's own span of it, if that is known.
-        """
+        """Send the spans of an iteration of a rank; ``traced`` is the training's own span of it, if that is known."""
         from opentelemetry.trace import Link, SpanContext, set_span_in_context
 
         text = f"{self._segment} {sample.iteration}"
