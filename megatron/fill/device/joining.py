@@ -30,10 +30,7 @@ def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon
     """Join the daemon of this run on this node, by changing this process's environment; CUDA uses it from now on.
 
     ``CUDA_MPS_PIPE_DIRECTORY`` in it names a daemon that runs already; else the first rank starts one.  DeviceError if
-    the daemon cannot be used.
-
-    Args:
-        report: run folder; None for a folder named after the ranks' launcher.
+    the daemon cannot be used.  ``report`` is the run folder; None for a folder named after the ranks' launcher.
     """
     if not _joined and environment.get(PIPE):
         _joined.append(MpsDaemon.existing(Path(environment[PIPE])))

@@ -62,10 +62,7 @@ def again_days(old: Network, new: Network, found: Sequence[Drift]) -> float:
     """In how many days from the new measurement to measure again.
 
     The rule: before a link will have changed by ``LIMIT`` if it goes on changing as the most changed one has, beyond
-    its spread; ``MOST_DAYS`` at the latest.
-
-    Raises:
-        ConfigError: the new one is not newer.
+    its spread; ``MOST_DAYS`` at the latest.  ConfigError if the new one is not newer.
     """
     passed_s = (datetime.fromisoformat(new.measured_at) - datetime.fromisoformat(old.measured_at)).total_seconds()
     if passed_s < 0:

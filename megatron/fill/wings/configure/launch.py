@@ -14,13 +14,9 @@ from megatron.fill.wings.configure.search import Proposal
 
 
 def write_launch(path: Path, training: Training, cluster: Cluster, proposal: Proposal) -> Path | None:
-    """Write the script, and beside it the rank order if it is not the cluster's own.
+    """Write the script, and beside it the rank order if it is not the cluster's own; return where that order is.
 
-    Returns:
-        Where the rank order is.
-
-    Raises:
-        OSError: something cannot be written.
+    OSError if something cannot be written.
     """
     its = proposal.parallel
     flags = [*startable(training.others, its), *layout_flags(its, training.model.predicted)]

@@ -9,15 +9,12 @@ type Pair = tuple[int, int]
 
 
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
-    """A round-robin tournament: every unordered pair of ranks in one round.
+    """A round-robin tournament: every unordered pair of ranks, whose ``hosts`` are given, in one round.
 
     In a round a host takes part in one pair, as one end of it or both: its uplink, and what its ranks share inside
     (loopback, PCIe, NVLink), carry one message at a time.  With g ranks on each of n hosts it takes
     g * g * (n - 1) + g * (g - 1) / 2 rounds (n for n - 1 if n is odd); for even n none can take fewer, as
     that many pairs have an end on one host.
-
-    Args:
-        hosts: host of each rank.
     """
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

@@ -139,10 +139,7 @@ def link(
     """Return samples with the training's own spans of them, and those of ``new`` that wait for theirs.
 
     The accounts, which name the spans, are other files than the samples', and may be behind; by the next look they are
-    not, so no sample waits twice.
-
-    Args:
-        waiting: the samples that waited at the last look.
+    not, so no sample waits twice.  Those of ``waiting`` waited at the last look.
     """
     traced = {number: traced_iterations(segment, number) for number in {rank.info.rank for rank, _ in (*waiting, *new)}}
     linked, behind = [(rank, sample, traced[rank.info.rank].get(sample.iteration)) for rank, sample in waiting], []
