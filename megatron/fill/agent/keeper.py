@@ -154,8 +154,12 @@ class _Agent:
         self._began_s, self._resumes_s = time.monotonic(), math.inf
 
     def serves(self, now_s: float) -> bool:
-        """Have another follow if the agent has died; False if it has ended of itself.  Call this again and again."""
+        """Have another follow if the agent has died, and one that was stopped go on; False if it has ended of itself.
+
+        Call this again and again.
+        """
         code = self._process.poll()
+        self._process.send_signal(signal.SIGCONT)  # stopped in a transaction, it would lock the store for everybody
         if code and self._resumes_s == math.inf:
             end_descendants()
             self._dead = ",".join(filter(None, (self._dead, str(self._process.pid))))

@@ -215,6 +215,16 @@ def test_an_agent_that_dies_is_followed_by_another_which_knows(kept):
     assert kept.in_order
 
 
+def test_an_agent_that_was_stopped_goes_on(kept):
+    agent = kept.die()
+    [page] = find_pages(kept.folder)
+    until(lambda: page.agent == agent)
+    os.kill(agent, signal.SIGSTOP)
+    page.change(RunState.KILLED)  # the keeper leaves once its agent has heard
+    assert kept.gone(agent)
+    assert kept.in_order
+
+
 def test_it_leaves_while_no_agent_lives(kept):
     agent = kept.die()
     (kept.folder / "dies").touch()
