@@ -20,7 +20,8 @@ MOST_JSON_BYTES = 8 << 20  # size of a JSON file
 MOST_DEPTH = 32  # levels of nested lists and objects
 MOST_VALUES = 1_000_000
 _MOST_LETTERS = 1000  # length of a reason, or a unit
-_MOST_DIGITS = 18  # digits of a whole number, which then fits into 64 bits
+_MOST_DIGITS = 19  # digits of a whole number of 64 bits, at most
+_SHOWN_LETTERS = 40  # of a text before what is wrong in it
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _STRING = re.compile(r'"[^"]*"?')
 _BRACKET = re.compile(r"[\[\]{}]")
@@ -59,7 +60,7 @@ def parse_json(text: str | bytes, most_depth: int = MOST_DEPTH, most_values: int
 
     Raises:
         ValueError: (the only error) the text is not JSON, is nested too deep or has too many values, or holds NaN, an
-            infinity (``1e400`` too), a whole number of more than 18 digits, a lone surrogate, or a repeated name in an
+            infinity (``1e400`` too), a whole number of more than 64 bits, a lone surrogate, or a repeated name in an
             object.
     """
     if isinstance(text, bytes):
@@ -72,6 +73,9 @@ def parse_json(text: str | bytes, most_depth: int = MOST_DEPTH, most_values: int
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:  # the caller itself is deep in the stack
         raise ValueError("the JSON text is nested too deep to be read here") from None
+    except UnicodeEncodeError as error:
+        before = error.object[max(0, error.start - _SHOWN_LETTERS) : error.start]
+        raise ValueError(f"half a character (a lone surrogate) comes after {before!r}; expected a whole one") from None
     return value
 
 
@@ -129,9 +133,10 @@ def _float(digits: str) -> float:
 
 
 def _int(digits: str) -> int:
-    if len(digits.lstrip("-")) > _MOST_DIGITS:
-        raise ValueError(f"a whole number of {len(digits)} digits; expected at most {_MOST_DIGITS}")
-    return int(digits)
+    value = _rounded(digits)
+    if not isinstance(value, int):
+        raise ValueError(f"{digits[:40]} is a whole number of more than 64 bits; expected -2**63 to 2**63 - 1")
+    return value
 
 
 def _finite(digits: str) -> float | None:
@@ -139,4 +144,5 @@ def _finite(digits: str) -> float | None:
 
 
 def _rounded(digits: str) -> int | float | None:
-    return int(digits) if len(digits.lstrip("-")) <= _MOST_DIGITS else _finite(digits)
+    fits = len(digits.lstrip("-")) <= _MOST_DIGITS and -(2**63) <= int(digits) < 2**63
+    return int(digits) if fits else _finite(digits)

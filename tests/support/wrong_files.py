@@ -208,7 +208,7 @@ TEXTS: list[tuple[str, str, str]] = [
             (profiles(configuration="fast"), "job 'a': "),
             (profiles(work=0), "job 'a': "),
             (profiles(work=1).replace('"work": 1', '"work": 1e400'), "1e400 is larger than any number"),
-            ('{"a": ' + "9" * 5000 + "}", "a whole number of 5000 digits"),
+            ('{"a": ' + "9" * 5000 + "}", "9 is a whole number of more than 64 bits"),
             (profiles(nodes=[]), "job 'a': b1: expected a list of 1 to 65536 nodes"),
             (profiles(nodes=[NODE | {"duration_ns": -1}]), "job 'a': duration_ns is -1; expected a whole number"),
             (profiles(nodes=[NODE | {"duration_ns": 0}]), "job 'a': b1: all nodes take 0 ns"),

@@ -54,10 +54,10 @@ def test_a_folder_that_became_a_link_is_not_entered(tmp_path):
         ("NaN", "NaN is not a JSON number"),
         ("[-Infinity]", "-Infinity is not a JSON number"),
         ("1e400", "1e400 is larger than any number"),
-        ("1" * 19, "a whole number of 19 digits"),
-        ("-" + "1" * 5000, "a whole number of 5001 digits"),
-        (r'"\ud800"', "surrogates not allowed"),
-        (r'{"\udfff": 1}', "surrogates not allowed"),
+        (str(2**63), "9223372036854775808 is a whole number of more than 64 bits"),
+        ("-" + "1" * 5000, "-1{39} is a whole number of more than 64 bits"),
+        (r'{"a": {"prompt": "b\ud800"}}', r"""half a character .* after '{"a": {"prompt": "b'"""),
+        (r'{"\udfff": 1}', "half a character"),
         ("[" * 33 + "]" * 33, "nested deeper than 32"),
         (DEEP, "nested deeper than 32"),
         ('{"a":' * 100_000, "nested deeper than 32"),
@@ -75,7 +75,7 @@ def test_what_would_break_a_reader_is_refused(text, expected):
 
 
 def test_what_only_looks_so_is_taken():
-    text = json.dumps(["[" * 100, '\\"[' * 50, "\\", "é", 10**18 - 1, -(10**18) + 1, 1e300, "\U0001f680"])
+    text = json.dumps(["[" * 100, '\\"[' * 50, "\\", "é", 2**63 - 1, -(2**63), 1e300, "\U0001f680"])
     assert untrusted.parse_json(text) == json.loads(text)
     assert untrusted.parse_json("[" * 32 + "]" * 32) == json.loads("[" * 32 + "]" * 32)
 

@@ -92,6 +92,7 @@ def test_prompts_are_texts_or_token_ids(tmp_path: Path, given: object, prompts: 
 def test_what_the_body_asks_for(tmp_path: Path) -> None:
     found = one(tmp_path, completion(n=2, temperature=0, top_p=0.5, seed=-3, stop="\n", logprobs=5, max_tokens=7))
     assert (found.n, found.sampling, found.seed) == (2, Sampling(0.0, 0.5), -3)
+    assert [one(tmp_path, completion(seed=seed)).seed for seed in (-(2**63), 2**63 - 1)] == [-(2**63), 2**63 - 1]
     assert (found.stop, found.logprobs, found.max_tokens) == (("\n",), 5, 7)
     found = one(tmp_path, chat(stop=["a", "b"], logprobs=True, top_logprobs=3, max_tokens=9, max_completion_tokens=8))
     assert (found.stop, found.logprobs, found.max_tokens) == (("a", "b"), 3, 8)
@@ -224,7 +225,7 @@ def test_tools_and_what_only_the_template_knows(tmp_path: Path) -> None:
         (chat(response_format={"type": "json_schema"}), "response_format", "an object with a schema"),
         (chat(response_format={"type": "json_schema", "json_schema": {"schema": 1}}), "response_format", "schema"),
         (chat(max_tokenz=3), "max_tokenz", "not supported"),
-        (chat(seed=10**30), None, "digits"),
+        (chat(seed=2**63), None, "9223372036854775808 is a whole number of more than 64 bits"),
         ({}, "custom_id", "None"),
     ],
 )

@@ -215,7 +215,7 @@ def _request(value: dict[str, Any], line: int) -> Request:
         n=integer(body.get("n", 1), "n", 1, _MOST_CHOICES),
         max_tokens=_max_tokens(body, chat),
         sampling=read_sampling(body),
-        seed=integer(body["seed"], "seed", -MOST_INTEGER, MOST_INTEGER) if "seed" in body else None,
+        seed=integer(body["seed"], "seed", -MOST_INTEGER - 1, MOST_INTEGER) if "seed" in body else None,
         stop=_stop(body.get("stop", [])),
         logprobs=_logprobs(body, chat),
         schema=read_schema(body.get("response_format", {"type": "text"})),
