@@ -58,7 +58,7 @@ def _dense(name: str, layers: int, width: int) -> list[Operator]:
     return found
 
 
-def mmt(branches: int = 4, layers: int = 8, joined: bool = True, name: str = "mmt") -> ModelGraph:
+def mmt(branches: int = 4, layers: int = 8, joined: bool = True) -> ModelGraph:
     """The multi-modal transformer: a tower for each modality.
 
     Args:
@@ -70,7 +70,7 @@ def mmt(branches: int = 4, layers: int = 8, joined: bool = True, name: str = "mm
     if joined:
         ends = tuple(tower[-1].name for tower in towers)
         found.append(_linear("head", ends, branches * hidden, hidden))
-    return ModelGraph(name, tuple(found))
+    return ModelGraph("mmt", tuple(found))
 
 
 def dlrm(dense: int = 7, tables: int = 7, layers: int = 4, width: int = 4096) -> ModelGraph:
