@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from megatron.fill.app.closing import Others, kept, measure_alone, report_end, r
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.placing import check_between, jobs_outlive_ranks, take_rank, take_turn, world_size
-from megatron.fill.app.runfolder import check_store, make_run_folder, new_run_folder, served, store_of
+from megatron.fill.app.runfolder import check_store, make_run_folder, new_run_folder, say_if_away, served, store_of
 from megatron.fill.app.runlock import exit_together, lock_run_folder
 from megatron.fill.app.sandboxing import RunSandbox, check_flags, find_sandbox
 from megatron.fill.app.session import Session
@@ -195,6 +196,8 @@ class Launch:
                 print(f"PipeFill: {_counted(len(self._jobs), len(self._new_jobs))}, run folder {run_dir}", flush=True)
                 if settings.serves:
                     print(served(settings, run_dir), flush=True)
+                    # In a thread, so that the training does not wait for a server or a name that does not answer.
+                    threading.Thread(target=say_if_away, args=(store,), daemon=True).start()
                     if not settings.jobs:
                         print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
                     name = shlex.quote(str(run_dir))

@@ -36,6 +36,14 @@ def served(settings: FillSettings, run_dir: Path) -> str:
     return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
 
 
+def say_if_away(store: str) -> None:
+    """Print a line if the store's server lets nobody in now: the agents go on trying, and only their logs say so."""
+    from megatron.fill.store.sql import why_away
+
+    if why := why_away(store):
+        print(f"PipeFill: that job store cannot be used now, and no job runs until it can: {why}", flush=True)
+
+
 def _may_be_database(file: Path) -> bool:
     """True unless the file has contents that do not begin as a database of SQLite does."""
     try:

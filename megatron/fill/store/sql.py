@@ -134,6 +134,27 @@ class SqlStore(JobStore):
         return self._opened if state is None else state in _PASSING_STATES
 
 
+def why_away(where: str) -> str:
+    """Say in a line why the server of a store does not let this process in now; empty if it does, and for a file.
+
+    It asks once; how long that takes is up to the network.
+    """
+    url = locate(where)
+    if url.drivername == "sqlite":
+        return ""
+    try:
+        engine = _postgresql(url, shown(url), 1.0)
+        try:
+            engine.connect().close()
+        finally:
+            engine.dispose()
+    except SQLAlchemyError as error:
+        return _reason(error)
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
 def _identity(file: Path) -> tuple[int, int] | None:
     """The device and number of a file, which another one in its place does not have; None if it is missing."""
     with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ from megatron.fill.agent import sandbox
 from megatron.fill.app import sandboxing
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.launch import Launch, _counted
-from megatron.fill.app.runfolder import check_store, new_run_folder, served, store_of
+from megatron.fill.app.runfolder import check_store, new_run_folder, say_if_away, served, store_of
 from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
 from megatron.fill.device import meter
@@ -209,6 +209,15 @@ def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path)
     )
     settings = FillSettings(store="flag.db")
     assert served(settings, tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
+
+
+def test_a_store_that_cannot_be_reached_is_said_without_its_password(capsys):
+    pytest.importorskip("psycopg", reason="needs the extra postgres")
+    say_if_away("postgresql+psycopg://ada:secret@127.0.0.1:1/x")
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("PipeFill: that job store cannot be used now, and no job runs until it can: ")
+    assert "refused" in line
+    assert "secret" not in line
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron.fill.errors import StoreError
 from megatron.fill.store import open_store
 from megatron.fill.store.location import has_password, locate, password_files, shown
 from megatron.fill.store.schema import VERSION
-from megatron.fill.store.sql import SqlStore
+from megatron.fill.store.sql import SqlStore, why_away
 from megatron.fill.work import NewJob, Work
 from tests.support.postgres import NoPostgres, PrivatePostgres
 
@@ -48,6 +48,12 @@ def test_a_url_of_several_hosts_follows_a_failover():
                 first.start()
     except NoPostgres as error:
         pytest.skip(str(error))
+
+
+def test_why_a_store_is_away_is_told_in_a_line(url):
+    assert why_away(url) == ""
+    if "postgresql" in url:
+        assert 'database "none" does not exist' in why_away(str(locate(url).set(database="none")))
 
 
 def job(name: str = "pi") -> NewJob:
