@@ -64,6 +64,18 @@ def test_what_the_accounting_lacks_is_learned(learned):
     assert 0 <= correction.margin < 0.1
 
 
+def test_peaks_of_one_training_and_stage_are_not_held_out_from_each_other(tmp_path):
+    found = [replace(one, peak_bytes=one.peak_bytes + at) for at, one in enumerate(peaks())]
+    assert learn([*found, *found])[1].samples == 2 * learn(found)[1].samples
+    source = random.Random(1)
+    noisy = [replace(one, peak_bytes=round(one.peak_bytes * source.uniform(0.9, 1.1))) for one in found]
+    once, thrice = (learn(its)[1].corrected_mean for its in (noisy, noisy * 3))
+    assert thrice > 0.7 * once
+    (tmp_path / "p.json").write_text(json.dumps({"peaks": [ENTRY] * 20}))
+    with pytest.raises(ConfigError, match="peaks has 1 different trainings and stages; expected at least 20"):
+        load_peaks(tmp_path / "p.json")
+
+
 def test_a_factor_stays_in_the_range_that_was_learned_from(learned):
     correction, _ = learned
     model, its = CASES["pipeline"]
@@ -172,7 +184,7 @@ def test_the_command_says_how_good_it_is_and_the_configurator_uses_it(tmp_path, 
     source = random.Random(1)
     entries = []
     for size in range(30):
-        flags = f"{FLAGS} --global-batch-size {8 * (1 + size % 4)} --micro-batch-size {1 + size % 2}"
+        flags = f"{FLAGS} --global-batch-size {8 * (1 + size)} --micro-batch-size {1 + size % 2}"
         layout = laid_out(shlex.split(flags), 2)
         more = Peak(*layout, 0, 1).analytic_bytes * (1.3 + source.uniform(-0.001, 0.001))
         entries.append({"flags": flags, "gpus": 2, "stage": 0, "peak_bytes": round(more)})

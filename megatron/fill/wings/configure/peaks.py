@@ -50,7 +50,13 @@ def load_peaks(path: Path) -> list[Peak]:
         raise ConfigError(f"{path}: found {shown(found)}; expected {_EXPECTED}")
     if len(entries) < LEAST_SAMPLES:
         raise ConfigError(f"{path}: peaks has {len(entries)} entries; expected at least {LEAST_SAMPLES} to learn from")
-    return [_peak(f"{path}: peaks[{at}]", entry) for at, entry in enumerate(entries)]
+    peaks = [_peak(f"{path}: peaks[{at}]", entry) for at, entry in enumerate(entries)]
+    different = len({_place(one) for one in peaks})
+    if different < LEAST_SAMPLES:
+        raise ConfigError(
+            f"{path}: peaks has {different} different trainings and stages; expected at least {LEAST_SAMPLES}"
+        )
+    return peaks
 
 
 def _peak(where: str, entry: object) -> Peak:
@@ -106,14 +112,20 @@ def learn(peaks: Sequence[Peak], seed: int = 0) -> tuple[Correction, Errors]:
     Args:
         seed: seed of the held-out choice and of the network's first weights.
     """
-    order = list(peaks)
+    order = list(dict.fromkeys(map(_place, peaks)))  # peaks of one are taught or held out together
     random.Random(seed).shuffle(order)
-    held_out = order[::_HELD_OUT]
-    taught = [one for at, one in enumerate(order) if at % _HELD_OUT]
+    places = set(order[::_HELD_OUT])
+    held_out = [one for one in peaks if _place(one) in places]
+    taught = [one for one in peaks if _place(one) not in places]
     found = fitted(taught, seed)
     errors = errors_on(found, held_out)
     over = max(one.peak_bytes / (_corrected(found, one)) - 1 for one in held_out)
     return Correction(found.network, found.least, found.most, max(0.0, over), found.samples), errors
+
+
+def _place(one: Peak) -> tuple[ModelSpec, Parallel, int]:
+    """Return what a factor is learned for."""
+    return one.model, one.parallel, one.stage
 
 
 def fitted(peaks: Sequence[Peak], seed: int = 0) -> Correction:
