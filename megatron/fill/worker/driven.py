@@ -24,6 +24,7 @@ from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.blame import PrintedError, task_traceback
 from megatron.fill.sidetask.imperative import ImperativeTask
 from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.worker.spec import why_failed
 
 _PAUSE = signal.SIGUSR2
 _SLICE_S = 0.001  # duration of a step
@@ -106,7 +107,7 @@ class Driven(SideTask):
             self._listen(None)
 
     def _listen(self, within_s: float | None) -> None:
-        """Process the reports of the task's process; TaskError or MemoryError if it has failed or ended."""
+        """Process the reports of the task's process; TaskError if it has failed or ended."""
         if not readable(within_s, self._told):
             return
         data = os.read(self._told, _READ_BYTES)
@@ -124,7 +125,7 @@ class Driven(SideTask):
         self.context.total_work = said.get("total", self.context.total_work)
         self.context.result = said.get("result", self.context.result)
         if "error" in said:
-            raise MemoryError(said["error"]) if said["memory"] else PrintedError(said["error"])
+            raise PrintedError(said["error"])
 
 
 class _Stop(BaseException):
@@ -156,8 +157,7 @@ class _Workload:
         except BaseException as error:  # SystemExit included
             self._busy = True
             print(task_traceback(error), end="", file=sys.stderr)
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            self.tell(error=f"{said} in {self._machine.callback}()", memory=isinstance(error, MemoryError))
+            self.tell(error=why_failed(error, self._machine.callback, self.task.context))
         try:
             self._machine.stop()
         except BaseException as error:

@@ -1,14 +1,17 @@
-"""Messages between an agent and a worker: the spec file, the report of the sandbox, and the outcome of the job."""
+"""Messages between an agent and a worker: the spec file, the sandbox, and the outcome of the job with its reason."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
+from megatron.fill.display import mib
+from megatron.fill.errors import FillError
 from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.profiles import BubbleCycle, JobProfile, is_amount
 from megatron.fill.sandbox.config import Sandbox
@@ -123,3 +126,25 @@ class SandboxReport(Spec):
         """Return the next report; None if the other side ended before reporting."""
         data = channel.recv(_MOST_REPORT_BYTES)
         return cls.from_json(data.decode()) if data else None
+
+
+def why_failed(error: BaseException, callback: str, context: TaskContext) -> str:
+    """The reason of a failure in ``callback``; call it in the process that failed, whose peak of memory it names."""
+    where = f" in {callback}()" if callback else ""
+    if isinstance(error, SystemExit):
+        return f"the task called sys.exit({error.code!r}){where}"
+    if isinstance(error, FillError):
+        return str(error)
+    try:
+        text = str(error)
+    except Exception:  # its own code
+        text = "it has no text, as its __str__() fails"
+    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in message or "out of memory" in message:
+        peak, limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, context.memory_bytes
+        cap = f"over its cap of {mib(limit)}" if limit else "out of memory"
+        # On the CPU the kernel counts what is asked for, used or not (RLIMIT_DATA), and refuses what would be too much.
+        if limit and context.device == "cpu" and peak < limit:
+            cap = f"an allocation was refused within its cap of {mib(limit)}"
+        return f"{cap}{where}, with a peak of {mib(peak)}: {message}"
+    return f"{message}{where}"

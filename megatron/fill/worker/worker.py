@@ -13,7 +13,6 @@ import importlib
 import io
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -24,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.display import mib
-from megatron.fill.errors import FillError, PlanError, SandboxError, StaleProfile
+from megatron.fill.errors import PlanError, SandboxError, StaleProfile
 from megatron.fill.linux import host
 from megatron.fill.linux.reap import end_descendants
 from megatron.fill.pages.baton import Baton, TailGate
@@ -48,7 +46,7 @@ from megatron.fill.worker.command import CommandRun
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import Pacer, StepDevice, StepPages, Stopped
 from megatron.fill.worker.saver import Saver
-from megatron.fill.worker.spec import Outcome, SandboxReport, WorkerSpec
+from megatron.fill.worker.spec import Outcome, SandboxReport, WorkerSpec, why_failed
 
 if TYPE_CHECKING:
     from megatron.fill.worker.nodes import NodeRun
@@ -189,7 +187,7 @@ class TaskRun:
             self.log.step_seq = 0  # the step is over, so the rest is not an overrun of it
             with contextlib.suppress(OSError, ValueError):  # the task has closed it
                 print(task_traceback(error), end="", file=sys.stderr)
-            reason = _reason(error, machine.callback if machine else "", self.spec)
+            reason = why_failed(error, machine.callback if machine else "", context)
             if machine is not None:
                 with contextlib.suppress(BaseException):
                     machine.stop()
@@ -281,27 +279,6 @@ class TaskRun:
 
     def _stopping(self) -> bool:
         return self._crowded or self.asked_to_stop()
-
-
-def _reason(error: BaseException, callback: str, spec: WorkerSpec) -> str:
-    where = f" in {callback}()" if callback else ""
-    if isinstance(error, SystemExit):
-        return f"the task called sys.exit({error.code!r}){where}"
-    if isinstance(error, FillError):
-        return str(error)
-    try:
-        text = str(error)
-    except Exception:  # its own code
-        text = "it has no text, as its __str__() fails"
-    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, MemoryError) or "can't allocate memory" in message or "out of memory" in message:
-        peak, limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, spec.limits.memory_bytes
-        cap = f"over its cap of {mib(limit)}" if limit else "out of memory"
-        # On the CPU the kernel counts what is asked for, used or not (RLIMIT_DATA), and refuses what would be too much.
-        if limit and spec.device == "cpu" and peak < limit:
-            cap = f"an allocation was refused within its cap of {mib(limit)}"
-        return f"{cap}{where}, with a peak of {mib(peak)}: {message}"
-    return f"{message}{where}"
 
 
 def _write_at_once() -> None:

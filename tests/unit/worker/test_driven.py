@@ -174,6 +174,25 @@ def test_a_failure_of_the_workload_is_the_jobs(tmp_path, capfd):
     assert calls(tmp_path)[-1] == "stop 3"
 
 
+class Hungry(ImperativeTask):
+    """Asks for more memory than there is."""
+
+    def run_gpu_workload(self) -> None:
+        bytearray(1 << 62)
+
+
+def test_memory_that_the_workload_is_refused_is_told_in_its_own_words(tmp_path, capfd):
+    machine = begin(Hungry(), tmp_path)
+    machine.start()
+    with pytest.raises(
+        TaskError, match=r"^out of memory in run_gpu_workload\(\), with a peak of .*: MemoryError$"
+    ) as caught:
+        run_on(machine)
+    assert task_traceback(caught.value) == ""  # its own process has printed it
+    machine.stop()
+    assert "bytearray(1 << 62)" in capfd.readouterr().err
+
+
 def test_a_process_that_ends_without_a_word_is_named(tmp_path):
     machine = begin(Counts(), tmp_path, exits=True)
     machine.start()
