@@ -949,6 +949,15 @@ def test_bubbles_are_worth_no_more_than_their_share_and_nothing_without_any():
     assert valued(search(Evaluator(none, its, links(its)), 1).proposals[0], kinds).gpus_worth == 0
 
 
+def test_a_jobs_file_may_name_any_kind_of_the_catalog(tmp_path):
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text("jobs: [{name: efficientnet-v2-l-inference, command: x}, {name: bert-large-training, command: x}]")
+    assert {kind.name for kind in fill_kinds(A100, jobs)} == {"efficientnet-v2-l-inference", "bert-large-training"}
+    jobs.write_text("jobs: [{name: other, command: x}]")
+    with pytest.raises(ConfigError, match=r"job 'other' has no profile; expected a name among .*efficientnet-v2-l-tra"):
+        fill_kinds(A100, jobs)
+
+
 def test_a_slow_gpu_takes_longer():
     its, large = Parallel(pp=2, microbatch=4, global_batch=32), replace(SMALL, hidden=8192, sequence=2048)
     slow = replace(A100, peak_flops=A100.peak_flops / 2, memory_bandwidth=A100.memory_bandwidth / 2)

@@ -106,10 +106,10 @@ def test_the_jobs_of_a_jobs_file(tmp_path):
         SimJob(1, "slow-0", "slow", 0.0, 600.0),
         SimJob(2, "slow-1", "slow", 0.0, 600.0),
     )
-    with pytest.raises(ConfigError, match=r"jobs\.yaml: job 'slow-0': it has no profile among fast"):
+    with pytest.raises(ConfigError, match=r"jobs\.yaml: job 'slow-0' has no profile; expected a name among fast"):
         jobs_from_file(path, (FAST,), 60.0)
     path.write_text("jobs:\n- {name: zip, command: gzip file}\n")
-    with pytest.raises(ConfigError, match="job 'zip': a command has no profile"):
+    with pytest.raises(ConfigError, match="job 'zip' has no profile; expected a name among fast"):
         jobs_from_file(path, KINDS, 60.0)
 
 

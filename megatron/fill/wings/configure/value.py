@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megatron.fill.models import MODELS
 from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.search import find_plan
 from megatron.fill.profiles import BubbleCycle
@@ -49,7 +50,7 @@ def fill_kinds(gpu: GpuKind, jobs: Path | None) -> tuple[FillKind, ...]:
     """
     if jobs is None:
         return catalog_kinds(gpu, _DEFAULT)
-    known = catalog_kinds(gpu)
+    known = catalog_kinds(gpu, models=MODELS)
     wanted = {job.kind for job in jobs_from_file(jobs, known, 1.0)}
     return tuple(kind for kind in known if kind.name in wanted)
 

@@ -18,7 +18,7 @@ memory differ, and the fixed times do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
@@ -182,11 +182,14 @@ def _profiles(name: str, gpu: GpuKind) -> tuple[JobProfile, ...]:
     return tuple(profiles(model, gpu, CONTEXT_BYTES))
 
 
-def catalog_kinds(gpu: GpuKind, names: Sequence[str] | None = None) -> tuple[FillKind, ...]:
+def catalog_kinds(
+    gpu: GpuKind, names: Sequence[str] | None = None, models: Container[str] = _MIX
+) -> tuple[FillKind, ...]:
     """Kinds on a GPU: those of the catalog, and FreeRide's side tasks on the GPU where they were measured.
 
     Args:
-        names: names of kinds; None for all that the GPU can hold, with EfficientNet-B4 as the only EfficientNet.
+        names: names of kinds; None for all of ``models`` that the GPU can hold.
+        models: names of models; by default EfficientNet-B4 is the only EfficientNet.
 
     Raises:
         ValueError: a kind does not exist on this GPU, or the GPU cannot hold it.
@@ -194,7 +197,7 @@ def catalog_kinds(gpu: GpuKind, names: Sequence[str] | None = None) -> tuple[Fil
     measured = SIDE_TASKS if gpu.name == MEASURED_ON else {}
     if names is not None:
         return tuple(measured.get(name) or catalog_kind(name, gpu) for name in names)
-    held = [name for name, (model, _) in CATALOG.items() if model.name in _MIX and _profiles(name, gpu)]
+    held = [name for name, (model, _) in CATALOG.items() if model.name in models and _profiles(name, gpu)]
     return (*(catalog_kind(name, gpu) for name in held), *measured.values())
 
 

@@ -42,8 +42,7 @@ def jobs_from_file(path: str | Path, kinds: Sequence[FillKind], size_s: float) -
         base = re.sub(r"-\d+$", "", spec.name)
         kind = known.get(spec.name) or known.get(base) or known.get(f"{base}-0")
         if kind is None:
-            missing = "a command has no profile" if spec.task is None else f"it has no profile among {', '.join(known)}"
-            raise ConfigError(f"{path}: job {spec.name!r}: {missing}; expected jobs that were measured")
+            raise ConfigError(f"{path}: job {spec.name!r} has no profile; expected a name among {', '.join(known)}")
         jobs.append(
             SimJob(
                 id=number,
