@@ -42,6 +42,8 @@ class MemoryStore(JobStore):
 class _Tables:
     """The tables, as a ``Transaction``.  Values are never changed in place, so a copy of the tables is a snapshot."""
 
+    repeats = False
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._jobs: dict[int, Job] = {}

@@ -219,6 +219,8 @@ class JobStore(ABC):
             JobError: there is no such job, or it has finished.
         """
         job = rules.existing(transaction, job_id)
+        if transaction.repeats and job.state is JobState.CANCELLED:
+            return job
         if job.state.finished:
             raise JobError(f"job {_label(job)} is {job.state}; expected a job that has not finished")
         if job.state is JobState.RUNNING and not job.lost(transaction.now_s):
@@ -244,6 +246,8 @@ class JobStore(ABC):
         """
         job = rules.existing(transaction, job_id)
         lost = job.lost(transaction.now_s)
+        if transaction.repeats and not lost and not job.state.finished:
+            return job
         if not lost and job.state not in (JobState.FAILED, JobState.CANCELLED):
             raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
         namesake = transaction.unfinished([job.name]).get(job.name)

@@ -34,6 +34,7 @@ class SqlTransaction:
     _connection: Connection
     _clock: Callable[[], float] | None  # clock in seconds since the epoch; None for the database's own
     _locking: bool  # True to lock rows that are read, since they will be written
+    repeats: bool
 
     @cached_property
     def now_s(self) -> float:

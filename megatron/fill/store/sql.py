@@ -87,10 +87,17 @@ class SqlStore(JobStore):
         self._engine.dispose()
 
     def _run[T](self, work: Callable[[Transaction], T], *, write: bool = True) -> T:
+        repeats = False
+
         def once() -> T:
+            nonlocal repeats
             self._follow()
-            with (self._writing if write else self._engine).begin() as connection:
-                return work(SqlTransaction(connection, self._clock, write))
+            try:
+                with (self._writing if write else self._engine).begin() as connection:
+                    return work(SqlTransaction(connection, self._clock, write, repeats))
+            except DBAPIError as error:
+                repeats = repeats or error.connection_invalidated
+                raise
 
         return self._retried(once, self._patience_s)
 

@@ -17,6 +17,10 @@ class Transaction(Protocol):
     def now_s(self) -> float:
         """The current time, by the clock that leases use."""
 
+    @property
+    def repeats(self) -> bool:
+        """True if the connection broke in an earlier try of this call, which may have been committed."""
+
     # Prevents other transactions from submitting and from counting jobs until this one ends; before any other lock.
     def lock_names(self) -> None: ...
     def add(self, jobs: Sequence[NewJob]) -> list[Job]: ...  # as QUEUED, numbered in this order and above all others

@@ -10,15 +10,17 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 
-from megatron.fill.errors import StoreError
+from megatron.fill.errors import JobError, StoreError
 from megatron.fill.store import open_store
 from megatron.fill.store.location import has_password, locate, password_files, shown
 from megatron.fill.store.schema import VERSION
 from megatron.fill.store.sql import SqlStore, why_away
+from megatron.fill.types import JobState
 from megatron.fill.work import NewJob, Work
 from tests.support.postgres import NoPostgres, PrivatePostgres
 
@@ -54,6 +56,32 @@ def test_why_a_store_is_away_is_told_in_a_line(url):
     assert why_away(url) == ""
     if "postgresql" in url:
         assert 'database "none" does not exist' in why_away(str(locate(url).set(database="none")))
+
+
+def test_what_was_done_although_its_answer_was_lost_is_no_error(postgres, monkeypatch):
+    import psycopg
+
+    with closing(SqlStore(postgres.new_database())) as store:
+        [pi] = store.submit([job()])
+        commit = store._engine.dialect.do_commit
+        lost: list[bool] = []
+
+        def commit_and_lose(connection: Any) -> None:
+            commit(connection)
+            if not lost:
+                lost.append(True)
+                connection.dbapi_connection.close()
+                raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+        monkeypatch.setattr(store._engine.dialect, "do_commit", commit_and_lose)
+        assert store.cancel(pi.id).state is JobState.CANCELLED
+        assert lost
+        with pytest.raises(JobError, match="is CANCELLED"):
+            store.cancel(pi.id)
+        lost.clear()
+        assert store.retry(pi.id).state is JobState.QUEUED
+        with pytest.raises(JobError, match="is QUEUED"):
+            store.retry(pi.id)
 
 
 def job(name: str = "pi") -> NewJob:
