@@ -8,6 +8,7 @@ import pytest
 
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import read_flags
+from megatron.fill.wings.configure.latency import timeline
 from megatron.fill.wings.configure.ranked import ERROR, parts, ranks, why
 from megatron.fill.wings.configure.rows import layout_of, safer
 from megatron.fill.wings.configure.search import Evaluator, Proposal, search
@@ -92,8 +93,10 @@ def found(*layout: str, gpu: str = "a100-80gb", gpus: int = 8) -> tuple[Valued, 
 @pytest.mark.parametrize("gpu", ["a100-80gb", "v100-32gb"])  # the latter without flash attention
 def test_passes_are_those_of_the_timeline(gpu):
     its, evaluator = found("--pipeline-model-parallel-size", "8", gpu=gpu)
-    spans = [span for stage in its.proposal.timeline.spans for span in stage]
-    busy_s = sum(span.end_ns - span.start_ns for span in spans) / len(its.proposal.timeline.spans) / 1e9
+    line = timeline(evaluator.iteration(its.proposal.parallel))
+    assert its.proposal.timeline.waits == line.waits
+    assert its.proposal.timeline.spans == tuple((row[0], row[-1]) for row in line.spans)  # enough for the picture
+    busy_s = sum(span.end_ns - span.start_ns for row in line.spans for span in row) / len(line.spans) / 1e9
     assert parts(its.proposal, evaluator).passes_s == pytest.approx(busy_s)
 
 

@@ -43,7 +43,7 @@ class Proposal:
 
     parallel: Parallel
     order: tuple[int, ...]  # the physical rank of each logical one
-    timeline: Timeline
+    timeline: Timeline  # with the first and the last pass of each rank alone
     memory: tuple[StageMemory, ...]  # memory of a GPU of each stage
     room_bytes: int  # bytes that a training may take of a GPU
     margins: Margins  # the figure that is shown of the memory, and its interval, relative to it
@@ -200,7 +200,9 @@ class Evaluator:
         if interval.most_bytes(max(one.total_bytes for one in held)) > self.cluster.room_bytes:
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
-        return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes, interval)
+        line = timeline(times)
+        line = replace(line, spans=tuple((row[0], row[-1]) for row in line.spans))  # all of them can be megabytes
+        return Proposal(its, chosen, line, held, self.cluster.room_bytes, interval)
 
     def held(self, its: Parallel) -> tuple[tuple[StageMemory, ...], Margins]:
         """Memory of a GPU of each stage, and the interval of the fullest one's peak."""
