@@ -271,7 +271,8 @@ def _print_choice(choice: Choice, cluster: Cluster, objective: Objective, error:
     for number, one in enumerate(choice.best, 1):
         first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers
         if first is not None or last is not None:
-            ends = [f"the {name} has {count} layers" for name, count in (("first", first), ("last", last)) if count]
+            given = (("first", first), ("last", last))
+            ends = [f"the {name} has {counted(count, 'layer')}" for name, count in given if count]
             print(f"Row {number}: of its stages, {', '.join(ends)}.")
         if (split := one.proposal.parallel.stage_layers) is not None:
             print(f"Row {number}: its virtual stages have {min(split)} to {max(split)} layers, the last {split[-1]}.")
