@@ -146,7 +146,7 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             pattern = text
         elif flag == _RECOMPUTE[1] and block:
             fixed["recomputed"] = _number(flag, text, least=0)
-        elif flag != STAGES_FIRST and not is_neutral(flag, text):
+        elif not is_neutral(flag, text):
             ignored.append(flag)
         if flag not in _RECOMPUTE:
             others += [flag] if value is None else [flag, *value]

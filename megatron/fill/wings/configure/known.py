@@ -45,6 +45,7 @@ _NEUTRAL = re.compile(
     "attention-softmax-in-fp32|no-masked-softmax-fusion|no-gradient-accumulation-fusion|moe-grouped-gemm|"
     "cuda-graph-(?:impl|modules|scope|warmup-steps)|moe-flex-dispatcher-backend|"
     "overlap-grad-reduce|overlap-param-gather|tp-comm-overlap|overlap-moe-expert-parallel-comm|"
+    "use-tp-pp-dp-mapping|"
     "bert-no-binary-head|max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
     "make-vocab-size-divisible-by|padded-vocab-size|norm-epsilon|rotary-.*|rope-.*|use-rope-scaling|init-method-.*|"
     # data and tokenizers

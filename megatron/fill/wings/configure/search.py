@@ -151,8 +151,7 @@ class Evaluator:
                 "Hopper's, as Transformer Engine does"
             )
         self.margins = margins(self.models[1], correction is not None, training.others)
-        self._replicas_last = training.replicas_last
-        if self._replicas_last and cluster.measured is not None:
+        if training.replicas_last and cluster.measured is not None:
             raise ConfigError(
                 "--use-tp-pp-dp-mapping on a measured network: expected it left out, as ranks are placed where the "
                 "iteration is shortest"
@@ -184,7 +183,8 @@ class Evaluator:
         else:
             shape = its.tp, its.cp, its.ep, its.expert_tp, its.pp, its.dp
             if shape not in self._layouts:
-                self._layouts[shape] = lay_out(self.links, its, replicas_last(its) if self._replicas_last else None)
+                own = replicas_last(its) if self.training.replicas_last else None
+                self._layouts[shape] = lay_out(self.links, its, own)
             layout = self._layouts[shape]
         model, cluster = self.models[its.tp], self.cluster
         return iteration(model, cluster.gpu, cluster.efficiency, its, layout, self.passes)

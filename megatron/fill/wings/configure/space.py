@@ -8,8 +8,8 @@ time but for one case:
 * *The distributed optimizer* wherever there are replicas: a reduce-scatter of gradients and an all-gather of weights,
   which are no larger than gradients, take no longer than an all-reduce, and each replica steps its part only.  And
   wherever weights are 8-bit numbers, which Megatron has with it alone.  With ``--overlap-grad-reduce`` and without
-  ``--overlap-param-gather``, gradients are hidden and weights are not: experts with few replicas then take up to 6%
-  longer (the worst of 128 trainings of a model of 8 layers on 16 and 64 GPUs), for less memory.
+  ``--overlap-param-gather``, gradients are hidden and weights are not: experts with few replicas may then take
+  longer, for less memory.
 * *Recomputation* only where a layout does not fit without it: it adds to backward passes and takes nothing away.
 """
 
