@@ -135,6 +135,9 @@ def test_a_last_stage_with_a_large_output_gets_fewer_layers():
     assert recipe == (4,) * 15 + (1,)  # as NVIDIA's recipe divides DeepSeek-V3's
     assert even == (4, 4, 4, 4, 4, 4, 4, 3, 4, 4, 4, 3, 4, 4, 4, 3)
     assert _balanced(48, 8, 3, 0.5) == []  # another rank would have a layer more
+    before_last, first = _balanced(61, 16, 1, 5.9, True)
+    assert (before_last, first) == ((*(4,) * 14, 5, 0), (5, *(4,) * 14, 0))
+    assert _balanced(34, 4, 3, 4.2, True)[-1] == (4, 3, 3, 2, 3, 3, 3, 2, 3, 3, 3, 2)  # in its first chunk
     plain, small = (_last_layers(replace(SMALL, kernels=Kernels(fp8=fp8))) for fp8 in (False, True))
     assert small == 2 * plain == 2 * SMALL.output_flops(1) / SMALL.layer_flops(1)
     assert _last_layers(replace(SMALL, kernels=Kernels(fp8=True, fp8_output=True))) == plain

@@ -141,7 +141,8 @@ def _splits(model: ModelSpec, fixed: Mapping[str, Any], pp: int) -> dict[int, li
         if ends is not None and (chunk == 1 or by_hand or (not ends and (given or layers % (pp * chunk) == 0))):
             found[chunk].append(ends | {"stage_layers": given})
         if not divided:
-            found[chunk] += [{"stage_layers": its} for its in _balanced(layers, pp, chunk, last)]
+            its = _balanced(layers, pp, chunk, last, model.dense_layers > 0)
+            found[chunk] += [{"stage_layers": counts} for counts in its]
     return found
 
 
@@ -176,15 +177,17 @@ def _last_layers(model: ModelSpec) -> float:
     return outputs / model.layer_flops(1) + model.predicted
 
 
-def _balanced(layers: int, pp: int, chunks: int, last: float) -> list[tuple[int, ...]]:
+def _balanced(layers: int, pp: int, chunks: int, last: float, dense: bool = False) -> list[tuple[int, ...]]:
     """Return layers of the virtual stages with which the last rank has as much to do as others, output included.
 
     Its own are divided evenly among its chunks, or its last chunk has as much to do as others.  Ranks and chunks that
-    have a layer more are the last ones, which hold the fewest microbatches.  None if others would have as much as the
-    last one has if layers are divided evenly, or would not gain half a layer.
+    have a layer more are the last ones, which hold the fewest microbatches.  If just one rank has, it may also be the
+    first one, whose layers without experts exchange no tokens.  None if others would have as much as the last one has
+    if layers are divided evenly, or would not gain half a layer.
 
     Args:
         last: layers that take as long as what the last stage has beside its own.
+        dense: the first layers have no experts where others have some.
     """
     slowest = {own: max(own + last, -(-(layers - own) // (pp - 1))) for own in range(layers // pp + 1)}
     least = min(slowest.values())
@@ -203,6 +206,10 @@ def _balanced(layers: int, pp: int, chunks: int, last: float) -> list[tuple[int,
             here = end if chunk == chunks - 1 else before // (chunks - 1) + (chunk < before % (chunks - 1))
             virtual.append(here)
         found.append(tuple(virtual))
+        if dense and rest == 1 and pp > 2:
+            longer = max(range(pp - 2, pp * chunks, pp), key=virtual.__getitem__)
+            virtual[0], virtual[longer] = virtual[0] + 1, virtual[longer] - 1
+            found.append(tuple(virtual))
     return found
 
 
