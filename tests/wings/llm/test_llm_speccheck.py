@@ -61,6 +61,15 @@ def test_a_draft_that_is_the_target_is_taken_whole():
         assert check(rule, case).tokens == pytest.approx(4)
 
 
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("towards", [0.0, 1.0])
+def test_a_draft_may_differ_from_the_target_by_rounding_alone(rule: Rule, towards: float) -> None:
+    likely = np.array([0.1, 0.9])
+    rounded = np.array([np.nextafter(0.1, 1 - towards), np.nextafter(0.9, towards)])
+    case = CheckedCase("rounded", 2, lambda prefix: likely, (lambda prefix: rounded,), (2, 1))
+    assert check(rule, case).distance < EXACT
+
+
 # What is known to be wrong, and is in use somewhere.
 
 

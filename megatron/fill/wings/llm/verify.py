@@ -72,8 +72,8 @@ def _visit(tree: TokenTree, target: Target, chance: Chance, node: int, share: fl
         if found is not None:
             return [token, *found]
         wanted, left = _left(share * wanted, draw.probabilities)
-        share = left / (left + 1.0 - share) if left > 0 else 0.0
-    # The root is taken for sure, whatever rounding makes of its share.
+        # In this order, the root's share stays 1 also where draft and target differ by rounding alone.
+        share = left / (1.0 - share + left) if left > 0 else float(node == 0)
     return [chance.draw(wanted)] if node == 0 or chance.happens(share) else None
 
 
