@@ -97,6 +97,23 @@ def test_a_schema_that_is_none_is_refused_in_one_line(schema):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("end", "why"), [(None, "it has no end of text"), ("b", "can't determine decoder type")])
+def test_a_tokenizer_without_grammars_refuses_the_request_that_wants_one_and_no_other(tmp_path, end, why):
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.decoder = decoders.Fuse()
+    tokenizer = FolderTokenizer(PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end))
+    lines = [Request(1, "one", False, ("a",), schema=SCHEMA), Request(2, "two", False, ("a",))]
+    file, grammars = AnswerFile(tmp_path / "answers.jsonl"), Grammars(tokenizer)
+    answers = Answering(lines, file, tokenizer, Context(9), "model", 0, lambda one: True, 2, grammars, "last", False)
+    assert [one and one.name for one in (answers.following(), answers.following())] == [(2, 0), None]
+    (line,) = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    assert line["response"]["status_code"] == 400
+    assert why in line["response"]["body"]["error"]["message"]
+
+
 def test_tokens_of_several_bytes_and_several_ends():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,7 @@ from megatron.fill.wings.llm.tokenizers import ByteTokenizer, Tokenizer
 
 
 class Grammars:
-    """The grammars of a tokenizer; TaskError if llguidance is not installed, or cannot be used with this tokenizer."""
+    """The grammars of a tokenizer; TaskError if llguidance is not installed."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
@@ -22,19 +22,21 @@ class Grammars:
             raise TaskError(f"{error}: response_format needs pip install 'pipefill[json]'") from error
         self._matcher = LLMatcher
         self._size, self._ends = max(tokenizer.size, 1 + max(tokenizer.eos_ids, default=0)), tokenizer.eos_ids
-        if not self._ends:
-            raise TaskError("response_format needs a tokenizer that has an end of text; this one has none")
+        self._tokens: Any = None
+        self._wrong = None if self._ends else "it has no end of text"  # reason that there are no grammars
         try:
-            self._tokens = _tokens_of(tokenizer)
+            self._tokens = _tokens_of(tokenizer) if self._ends else None
         except Exception as error:  # whatever a tokenizer or llguidance says
-            raise TaskError(f"response_format cannot be used with this model's tokenizer: {error}") from error
+            self._wrong = str(error)
 
     def of(self, schema: Mapping[str, Any]) -> Grammar:
         """The grammar of a JSON schema.
 
         Raises:
-            ValueError: it is none, or uses what is not supported.
+            ValueError: it is none, or uses what is not supported; or no grammar can be used with this tokenizer.
         """
+        if self._wrong is not None:
+            raise ValueError(f"response_format cannot be used with this model's tokenizer: {self._wrong}")
         try:
             grammar = self._matcher.grammar_from_json_schema(json.dumps(schema))
             wrong = self._matcher.validate_grammar(grammar, self._tokens)
