@@ -66,6 +66,11 @@ class DeviceMemory:
             return room_bytes if job_bytes is None else job_bytes
         raise NotStarted(Status(JobState.QUEUED, Cause.NO_MEMORY, reason))
 
+    @property
+    def taken_bytes(self) -> int:
+        """Memory that the workers hold or were promised."""
+        return sum(max(share.promised_bytes, share.limiter.held_bytes) for share in self.shares.copy())
+
     def room_bytes(self, cycle: BubbleCycle) -> int:
         """Return the memory in bytes for a worker that asks for no particular amount."""
         try:

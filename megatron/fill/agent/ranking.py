@@ -119,8 +119,9 @@ class Ranking:
             return None
         for profile in self.profiles_of(resident.job) or ():
             if profile.configuration == planned.configuration:
-                # It runs already, so its memory was free.
-                cycle = held_cycle(cycle, max(room_bytes(cycle, 0), profile.memory_bytes))
+                # The room is without what the job holds already, which leftover() subtracts.
+                held_bytes = min(self.memory.taken_bytes, profile.memory_bytes)
+                cycle = held_cycle(cycle, room_bytes(cycle, 0) + held_bytes)
                 with contextlib.suppress(FillError):
                     # The plan was made for the cycle of that time, from which the present one differs a little.
                     return leftover(cycle, best_plan(cycle, [profile], RESERVE_NS), profile)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron.fill.agent.memory import MemoryShare
 from megatron.fill.agent.ranking import Ranking, Resident
+from megatron.fill.device.port import Limits
 from megatron.fill.folders import PLAN
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS
@@ -49,8 +51,8 @@ class Bench:
         )
         self.show(20)
 
-    def show(self, bubble_ms: int) -> None:
-        self.board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, bubble_ms * MS, 100 * MIB),)))
+    def show(self, bubble_ms: int, free_mib: int = 100) -> None:
+        self.board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, bubble_ms * MS, free_mib * MIB),)))
 
     def submit(self, name: str, found: JobProfile | None = None, task: str = "", **job: Any) -> Job:
         memory_bytes, total = job.pop("memory_bytes", None), job.pop("total", None)
@@ -206,6 +208,21 @@ def test_the_leftover_is_planned_for_a_tail_job(resident):
     bench.submit("capped", memory_bytes=50 * MIB)
     bench.submit("fits", profile(3))
     assert bench.wanted(job) == ["capped", "fits"]
+
+
+def test_memory_that_the_resident_job_holds_already_is_not_subtracted_again(resident):
+    bench, job = resident
+    bench.show(20, free_mib=60)  # without the job's 40
+    limiter = bench.ranking.memory.device.limiter(Limits(), "job")
+    with MemoryShare(bench.ranking.memory, limiter, 0, lambda size: None, lambda: False):
+        limiter.held_bytes = 40 * MIB
+        left = bench.ranking.leftover(job)
+        assert left is not None
+        assert [slot.free_bytes for slot in left.slots] == [60 * MIB]
+        limiter.held_bytes = 10 * MIB  # it will take 30 more
+        left = bench.ranking.leftover(job)
+        assert left is not None
+        assert [slot.free_bytes for slot in left.slots] == [30 * MIB]
 
 
 def test_a_tail_takes_no_job_that_an_idle_device_would_run(resident):
