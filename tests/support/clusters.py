@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
@@ -67,10 +68,11 @@ def unique_configurations(found: list[JobProfile]) -> tuple[JobProfile, ...]:
 
 
 LARGE, SMALL = kind("large", profile(1, 50, 4)), kind("small", profile(2, 3, 2), profile(1, 7, 3, batch=2))
+ASKING = replace(kind("asking", profile(1, 3, 2), profile(1, 7, 6, batch=4)), memory_bytes=5)
 drawn_kinds = st.lists(st.lists(profiles, min_size=1, max_size=2).map(unique_configurations), max_size=3).map(
     lambda found: tuple(kind(f"kind-{n}", *its) for n, its in enumerate(found))
 )
-kinds = drawn_kinds.map(lambda found: (SMALL, LARGE, *found))
+kinds = drawn_kinds.map(lambda found: (SMALL, LARGE, ASKING, *found))
 
 
 @st.composite
@@ -90,6 +92,9 @@ def main_jobs(draw: st.DrawFn, most_devices: int) -> tuple[MainJobRun, ...]:
     return tuple(runs)
 
 
+firsts: st.SearchStrategy[list[int]] = st.just([]) | st.lists(st.integers(0, 18), max_size=2)  # numbers of jobs
+
+
 @st.composite
 def scenarios(draw: st.DrawFn, policies: st.SearchStrategy[str], most_devices: int = 2) -> Scenario:
     found = draw(kinds)
@@ -103,6 +108,7 @@ def scenarios(draw: st.DrawFn, policies: st.SearchStrategy[str], most_devices: i
             deadline_s=draw(st.none() | st.integers(0, 500).map(float)),
             user=draw(st.sampled_from(["ada", "bob", ""])),
             priority=draw(st.integers(0, 2)),
+            after=tuple({(7 * first) % 31 for first in draw(firsts) if first < number}),
         )
         for number in range(draw(st.integers(1, 20)))
     )

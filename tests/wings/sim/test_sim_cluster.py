@@ -34,7 +34,10 @@ THIRTY = kind("thirty", profile(1, 30, 4))  # three a second there, and 10 ms ar
 THREE = kind("three", profile(1, 3, 4))  # 33 a second there, three a second in those 10 ms
 LARGE_THREE, LARGE_THIRTY = kind("large three", profile(1, 3, 5)), kind("large thirty", profile(1, 30, 5))
 HUGE = kind("huge", profile(1, 10, 99))
-KINDS = (TEN, THIRTY, THREE, LARGE_THREE, LARGE_THIRTY, HUGE)
+BOTH = kind("both", profile(1, 10, 4), profile(1, 10, 6, batch=2))
+ASKING = tuple(replace(BOTH, name=f"asks {least}", memory_bytes=least) for least in (5, 6, 9))
+ASKING_THIRTY = replace(THIRTY, name="asking thirty", memory_bytes=5)
+KINDS = (TEN, THIRTY, THREE, LARGE_THREE, LARGE_THIRTY, HUGE, BOTH, *ASKING, ASKING_THIRTY)
 
 
 def job(number: int, its_kind: FillKind = TEN, arrival_s: float = 0.0, work: float = 100.0, **values: object) -> SimJob:
@@ -107,6 +110,27 @@ def test_a_tail_job_keeps_its_seat_beside_the_next_resident_job():
     found = simulate(scenario(*jobs))
     # Alone from 10.5 until the next resident job's first step at 12.
     assert ends(found) == pytest.approx([10.5, 16.0, 112.0])
+
+
+def test_a_job_gets_the_memory_that_it_asks_for():
+    """A plan uses no more, nor does a tail job: of 8 bytes, 3 are left next to one that asks for 5 and needs 4."""
+    five, six, nine = ASKING
+    found = simulate(scenario(job(0, BOTH), job(1, five, 100.0), job(2, six, 200.0), job(3, nine)))
+    assert ends(found) == pytest.approx([5.5, 110.5, 205.5, None])
+    assert found.jobs[3].state is JobState.FAILED  # no device has that much
+    for resident, beside in ((ASKING_THIRTY, False), (THIRTY, True)):
+        found = simulate(scenario(job(0, resident), job(1, THREE)))
+        assert (found.groups[0].tail_s > 0.0) is beside
+
+
+def test_a_job_begins_after_those_that_it_waits_for():
+    """Job 1 after 0 and 3, which arrives while the device is idle; job 2 after one that fits no device."""
+    jobs = (job(0), job(1, after=(0, 3)), job(2, after=(4,)), job(3, arrival_s=50.0), job(4, HUGE))
+    found = simulate(scenario(*jobs))
+    assert ends(found) == pytest.approx([10.5, 71.0, None, 60.5, None])
+    assert [its.state for its in found.jobs[2:]] == [JobState.QUEUED, JobState.SUCCEEDED, JobState.FAILED]
+    with pytest.raises(ValueError, match="job 'job-0': after has 9; expected ids of jobs"):
+        scenario(job(0, after=(9,)))
 
 
 def test_no_tail_job_while_a_device_is_idle():
@@ -229,10 +253,11 @@ def check_seats(cluster: Cluster) -> None:
     held = [number for number, _ in running(cluster)]
     states = [entry.state for entry in cluster.jobs]
     assert sorted(held) == [number for number, state in enumerate(states) if state is JobState.RUNNING]
+    succeeded = {entry.id for entry in cluster.jobs if entry.state is JobState.SUCCEEDED}
     waiting = {
         job.kind
         for job, state in zip(cluster.scenario.jobs, states, strict=True)
-        if state is JobState.QUEUED and job.arrival_s <= cluster.now_s
+        if state is JobState.QUEUED and job.arrival_s <= cluster.now_s and succeeded.issuperset(job.after)
     }
     for device in cluster.devices:
         assert device.up or (device.resident is None and device.tail is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.status import Status
 from megatron.fill.store import Progress, open_store
+from megatron.fill.types import JobState
 from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
 from megatron.fill.wings.sim.filljobs.trace import load_trace, parse_duration
 from megatron.fill.wings.sim.values import SimJob
@@ -101,7 +103,7 @@ def test_the_jobs_of_a_jobs_file(tmp_path):
     path.write_text(
         "jobs:\n- {name: fast, task: m:C, priority: 2, user: ada, deadline: 2h}\n- {name: slow, task: m:D, count: 2}\n"
     )
-    assert jobs_from_file(path, KINDS, 60.0) == (
+    assert jobs_from_file(path, KINDS, 60.0)[1] == (
         SimJob(0, "fast", "fast", 0.0, 6000.0, 7200.0, "ada", 2),
         SimJob(1, "slow-0", "slow", 0.0, 600.0),
         SimJob(2, "slow-1", "slow", 0.0, 600.0),
@@ -110,6 +112,23 @@ def test_the_jobs_of_a_jobs_file(tmp_path):
         jobs_from_file(path, (FAST,), 60.0)
     path.write_text("jobs:\n- {name: zip, command: gzip file}\n")
     with pytest.raises(ConfigError, match="job 'zip' has no profile; expected a name among fast"):
+        jobs_from_file(path, KINDS, 60.0)
+
+
+def test_jobs_of_a_file_that_ask_for_memory_or_wait(tmp_path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(
+        "jobs:\n- {name: fast, task: m:C, after: slow}\n- {name: slow, task: m:D, count: 2, memory: 2GiB}\n"
+    )
+    kinds, jobs = jobs_from_file(path, KINDS, 60.0)
+    assert kinds == (FAST, replace(SLOW, name="slow (2048 MiB)", memory_bytes=2 << 30))
+    assert jobs == (
+        SimJob(0, "fast", "fast", 0.0, 6000.0, after=(1, 2)),
+        SimJob(1, "slow-0", "slow (2048 MiB)", 0.0, 600.0),
+        SimJob(2, "slow-1", "slow (2048 MiB)", 0.0, 600.0),
+    )
+    path.write_text("jobs:\n- {name: fast, task: m:C, after: fetch}\n")
+    with pytest.raises(ConfigError, match="job 'fast' waits for 'fetch', which is not in the file"):
         jobs_from_file(path, KINDS, 60.0)
 
 
@@ -171,6 +190,37 @@ def test_the_past_of_a_store(store):
     _, jobs = jobs_from_store(store, "cpu", replay=True)
     assert [(its.name, its.work) for its in jobs] == [("one", 500.0), ("two", 500.0)]
     assert [its.arrival_s for its in jobs] == pytest.approx([0.0, 0.0], abs=60)
+
+
+def test_jobs_of_a_store_that_ask_for_memory_or_wait(tmp_path, caplog):
+    opened = open_store(tmp_path / "jobs.db")
+    _, done, asks, *_ = opened.submit(
+        [
+            new("zip", None),
+            new("done"),
+            NewJob("asks", Work("m:C", memory_bytes=1 << 30)),
+            NewJob("waits", Work("m:C", after=("asks", "done"))),
+            NewJob("never", Work("m:C", after=("zip",))),
+            NewJob("nor-it", Work("m:C", after=("never",))),
+        ]
+    )
+    for job in (done, asks):
+        content = {"configurations": [its.to_dict() for its in FAST.profiles], "total_work": 500.0}
+        opened.keep_profile(job.work.profile_key("cpu"), content)
+    claim = opened.claim("agent", [done.id], 60)
+    assert claim is not None
+    opened.finish(claim, Status(JobState.SUCCEEDED), Progress(500.0), {})
+    opened.close()
+    kinds, jobs = jobs_from_store(tmp_path / "jobs.db", "cpu")
+    assert [(its.name, its.memory_bytes) for its in kinds] == [("asks", 1 << 30), ("waits", None)]
+    assert [(its.name, its.after) for its in jobs] == [("asks", ()), ("waits", (asks.id,))]
+    assert [record.getMessage() for record in caplog.records] == [
+        "left out: job 'zip' is a command, which has no profile",
+        "left out: job 'never' waits for 'zip', which is left out",
+        "left out: job 'nor-it' waits for 'never', which is left out",
+    ]
+    _, jobs = jobs_from_store(tmp_path / "jobs.db", "cpu", replay=True)
+    assert [(its.name, its.after) for its in jobs] == [("done", ()), ("asks", ()), ("waits", (asks.id, done.id))]
 
 
 def test_a_store_without_jobs_to_simulate(store, tmp_path):

@@ -50,9 +50,7 @@ def fill_kinds(gpu: GpuKind, jobs: Path | None) -> tuple[FillKind, ...]:
     """
     if jobs is None:
         return catalog_kinds(gpu, _DEFAULT)
-    known = catalog_kinds(gpu, models=MODELS)
-    wanted = {job.kind for job in jobs_from_file(jobs, known, 1.0)}
-    return tuple(kind for kind in known if kind.name in wanted)
+    return jobs_from_file(jobs, catalog_kinds(gpu, models=MODELS), 1.0)[0]
 
 
 def valued(proposal: Proposal, kinds: Sequence[FillKind]) -> Valued:
@@ -64,10 +62,14 @@ def valued(proposal: Proposal, kinds: Sequence[FillKind]) -> Valued:
 
 def gpus_worth(cycle: BubbleCycle, kinds: Sequence[FillKind]) -> float:
     """The share of a GPU of its own that one GPU's bubbles are worth, packed by the kind that does most there."""
-    held = held_cycle(cycle, room_bytes(cycle, MARGIN_BYTES))
-    if not held.slots:
+    most_bytes = room_bytes(cycle, MARGIN_BYTES)
+    if not cycle.slots:
         return 0.0
-    plans = [(kind, find_plan(held, kind.profiles, RESERVE_NS)) for kind in kinds]
+    plans = [
+        (kind, find_plan(held_cycle(cycle, most_bytes, kind.memory_bytes), kind.profiles, RESERVE_NS))
+        for kind in kinds
+        if (kind.memory_bytes or 0) <= most_bytes
+    ]
     return max(
         (plan.work_per_cycle / (cycle.period_ns / 1e9) / kind.alone_rate for kind, plan in plans if plan), default=0.0
     )

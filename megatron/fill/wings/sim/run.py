@@ -149,7 +149,7 @@ def _fill(
     if fill.trace is not None:
         return kinds, load_trace(folder / fill.trace, kinds)
     if fill.jobs is not None:
-        return kinds, jobs_from_file(folder / fill.jobs, kinds, fill.size)
+        return jobs_from_file(folder / fill.jobs, kinds, fill.size)
     groups = [group for run in runs for group in run.groups]
     if fill.generate is not None:
         return kinds, generate(fill.generate, kinds, config.duration, groups)

@@ -42,6 +42,7 @@ class FillKind:
     unit: str  # unit of its work, such as ``samples``
     profiles: tuple[JobProfile, ...]  # the planner's profiles, one per configuration in which it can run
     alone_rate: float  # work per second on an otherwise idle device, in the best configuration there
+    memory_bytes: int | None = None  # memory that its jobs ask for, and get; None for no particular amount
 
     def __post_init__(self) -> None:
         if not self.profiles:
@@ -62,6 +63,7 @@ class SimJob:
     deadline_s: float | None = None  # time by which it should succeed, or None
     user: str = ""
     priority: int = 0
+    after: tuple[int, ...] = ()  # ids of the jobs that have to succeed before it begins
 
     def __post_init__(self) -> None:
         if not 0 <= self.arrival_s < inf:
@@ -119,10 +121,13 @@ class Scenario:
             if len(set(names)) < len(names):
                 twice = next(name for name, times in Counter(names).items() if times > 1)
                 raise ValueError(f"{what} {twice!r} is there twice; expected each of them once")
-        kinds = {kind.name for kind in self.kinds}
+        kinds, ids = {kind.name for kind in self.kinds}, {job.id for job in self.jobs}
         for job in self.jobs:
             if job.kind not in kinds:
                 raise ValueError(f"job {job.name!r}: kind is {job.kind!r}; expected one of {', '.join(sorted(kinds))}")
+            for first in job.after:
+                if first not in ids:
+                    raise ValueError(f"job {job.name!r}: after has {first}; expected ids of jobs")
 
 
 @dataclass(slots=True)

@@ -3,15 +3,15 @@
 A device has the seats of a rank's agent (``agent/agent.py``): the resident job gets every bubble first, the tail job
 the time that the resident one's plan leaves.  Each job holds its memory permanently.  A resident job that comes to a
 device with a tail job thus plans for bubbles with less free memory, and a tail job is accepted only if one of its
-configurations fits next to the resident job in every bubble, as in ``agent/ranking.py``.  A tail job keeps its initial
-configuration: its rate falls next to another resident job, and it gets whole bubbles while there is none.
+configurations fits next to the resident job in every bubble, as in ``agent/ranking.py``.  A job that asks for an amount
+of memory gets that amount.  A tail job keeps its initial configuration: its rate falls next to another resident job,
+and it gets whole bubbles while there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 from megatron.fill.planner.held import held_cycle, leftover, processing_time_s, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
@@ -27,6 +27,7 @@ class Fit:
     kind: str
     plan: ExecutionPlan
     profile: JobProfile
+    memory_bytes: int  # memory that the job holds there, or that it asked for
     unit_s: float  # seconds per unit of work there, as the scheduler estimates it (``planner.search.unit_s``)
 
 
@@ -61,16 +62,15 @@ class Rates:
 
     def resident_offer(self, tail: Fit | None) -> Offer:
         """Return the resident seat's offer next to a tail job; None for an empty tail seat."""
-        taken_bytes = 0 if tail is None else tail.profile.memory_bytes
+        taken_bytes = 0 if tail is None else tail.memory_bytes
         if taken_bytes not in self._residents:
-            self._residents[taken_bytes] = self._offer(_less_memory(self.cycle, taken_bytes), inf)
+            self._residents[taken_bytes] = self._offer(_less_memory(self.cycle, taken_bytes), tail=False)
         return self._residents[taken_bytes]
 
     def tail_offer(self, resident: Fit) -> Offer:
         """Return the tail seat's offer next to a resident job."""
         if resident not in self._tails:
-            cycle = self._leftover(resident)
-            self._tails[resident] = self._offer(cycle, min((slot.free_bytes for slot in cycle.slots), default=0))
+            self._tails[resident] = self._offer(self._leftover(resident), tail=True)
         return self._tails[resident]
 
     def resident_rate(self, fit: Fit) -> float:
@@ -91,20 +91,27 @@ class Rates:
 
     def _leftover(self, resident: Fit) -> BubbleCycle:
         if resident not in self._leftovers:
-            self._leftovers[resident] = leftover(self.cycle, resident.plan, resident.profile)
+            rest = leftover(self.cycle, resident.plan, resident.profile)
+            self._leftovers[resident] = _less_memory(rest, resident.memory_bytes - resident.profile.memory_bytes)
         return self._leftovers[resident]
 
-    def _offer(self, cycle: BubbleCycle, room_bytes: float) -> Offer:
-        fits = []
+    def _offer(self, cycle: BubbleCycle, tail: bool) -> Offer:
+        fits, most_bytes = [], room_bytes(cycle, 0)
         for kind in self._kinds:
-            if min(profile.memory_bytes for profile in kind.profiles) > room_bytes:
+            asked_bytes = kind.memory_bytes
+            if asked_bytes is None and tail:
+                asked_bytes = min(profile.memory_bytes for profile in kind.profiles)
+            if asked_bytes is not None and asked_bytes > most_bytes:
                 continue
-            plan = find_plan(cycle, kind.profiles, self._runtime.reserve_ns)
+            its_cycle = held_cycle(cycle, most_bytes, kind.memory_bytes)
+            plan = find_plan(its_cycle, kind.profiles, self._runtime.reserve_ns)
             if plan is None:
                 continue
             unit_s = processing_time_s(cycle, plan, 1.0)
             profile = next(one for one in kind.profiles if one.configuration == plan.configuration)
-            fits.append(self._fits.setdefault((kind.name, plan, unit_s), Fit(kind.name, plan, profile, unit_s)))
+            memory_bytes = profile.memory_bytes if kind.memory_bytes is None else kind.memory_bytes
+            fit = Fit(kind.name, plan, profile, memory_bytes, unit_s)
+            fits.append(self._fits.setdefault((kind.name, plan, unit_s), fit))
         return self._offers.setdefault(tuple(fits), Offer({fit.kind: fit for fit in fits}))
 
     def _work_per_s(self, plan: ExecutionPlan, cycle: BubbleCycle) -> float:

@@ -12,6 +12,7 @@ Every decision is the runtime's own: plans come from the planner (``rates.py``),
   so only the first failure of all its devices is drawn, with a mean of ``mtbf_s`` over their number.  Its fill jobs
   return to the queue with their last checkpoint.  When a main job ends as planned, they save all their work.
 - A job that fits whole bubbles of no device of any main job fails when it arrives.
+- A job that waits for others (``after``) joins the queue when the last of them succeeds.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ class Cluster:
         self.present: dict[int, SimulatedAttempt] = {}
         self.mains, self.groups, self.devices = inventory(scenario)
         self._alone_rates = {kind.name: kind.alone_rate for kind in scenario.kinds}
+        self._succeeded: set[int] = set()  # ids of the jobs that have succeeded
+        self._waits: dict[int, set[int]] = {}  # by number of a job that has arrived: ids that have to succeed first
+        self._heirs: dict[int, list[int]] = {}  # by id: the jobs in ``_waits`` that wait for it
         self.usage = Usage()
         policy = parse_policy(scenario.policy)
         self._weighs_users = not policy.steady
@@ -114,10 +118,15 @@ class Cluster:
     # Handlers return False for an outdated event.
 
     def _arrive(self, event: Event) -> bool:
-        if self.scenario.jobs[event.about].kind in self.fitting:
-            self._enqueue(event.about)
+        number, job = event.about, self.scenario.jobs[event.about]
+        if job.kind not in self.fitting:
+            self.jobs[number].state = JobState.FAILED
+        elif firsts := set(job.after) - self._succeeded:
+            self._waits[number] = firsts
+            for first in firsts:
+                self._heirs.setdefault(first, []).append(number)
         else:
-            self.jobs[event.about].state = JobState.FAILED
+            self._enqueue(number)
         return True
 
     def _main_starts(self, event: Event) -> bool:
@@ -280,6 +289,11 @@ class Cluster:
         entry = self.jobs[attempt.job]
         if kept >= attempt.work:
             entry.state, entry.ended_s = JobState.SUCCEEDED, self.now_s
+            self._succeeded.add(entry.id)
+            for number in self._heirs.pop(entry.id, ()):
+                self._waits[number].remove(entry.id)
+                if not self._waits[number]:
+                    self._enqueue(number)
         else:
             self._enqueue(attempt.job)
 
