@@ -37,7 +37,7 @@ _SYSTEMS = {  # GPU, network and the GPUs of an NVLink domain that layouts divid
     "DGX-GB300": ("gb300", "gb300-nvl72", 64),
 }
 _PRECISIONS = {
-    "BF16": "",
+    "BF16": "--use-precision-aware-optimizer",  # whose state is in single precision
     "FP8": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
     "MXFP8": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
 }

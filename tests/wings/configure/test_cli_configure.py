@@ -392,12 +392,12 @@ def test_a_layout_that_does_not_go_is_told_with_its_values(flags, said):
 
 
 def test_flags_that_are_not_weighed_are_named():
-    flags = "--use-distributed-optimizer --use-precision-aware-optimizer --lr 1e-3"
+    flags = "--use-nccl-ub --use-distributed-optimizer --lr 1e-3"
     for command in (["configure", "c.yaml", "--top", "1"], ["pays", "--gpus", "8"]):
         run("--top", "1")
         result = CliRunner().invoke(app, [*command, "--", *FLAGS.split(), *flags.split()])
         assert result.exit_code == 0, result.output
-        assert "Not weighed, though they change time or memory: --use-precision-aware-optimizer." in result.output
+        assert "Not weighed, though they change time or memory: --use-nccl-ub." in result.output
 
 
 def test_an_attention_that_flags_leave_open_is_named():

@@ -700,11 +700,36 @@ def test_flags_are_neutral_or_named_as_not_weighed():
     assert read_flags([*FLAGS.split(), *neutral.split()]).ignored == ()
     counted = "--no-gradient-accumulation-fusion --moe-grouped-gemm --attention-softmax-in-fp32 --spec local"
     assert read_flags([*FLAGS.split(), *counted.split()]).ignored == ()
-    given = "--expert-tensor-parallel-size 1 --use-precision-aware-optimizer"
-    found = read_flags([*FLAGS.split(), *given.split(), "--use-precision-aware-optimizer"])
-    assert found.ignored == ("--expert-tensor-parallel-size", "--use-precision-aware-optimizer")
+    given = "--expert-tensor-parallel-size 1 --use-nccl-ub"
+    found = read_flags([*FLAGS.split(), *given.split(), "--use-nccl-ub"])
+    assert found.ignored == ("--expert-tensor-parallel-size", "--use-nccl-ub")
     assert found.fixed["expert_tp"] == 1
-    assert "--use-precision-aware-optimizer" in found.others
+    assert "--use-nccl-ub" in found.others
+
+
+@pytest.mark.parametrize(
+    ("flags", "state", "gradients"),
+    [
+        ("--bf16", None, 4),
+        ("--bf16 --use-precision-aware-optimizer", 2 + 4 + 4, 4),  # bf16 weights have the other 16 bits
+        ("--bf16 --use-precision-aware-optimizer --fp8-format e4m3 --fp8-recipe mxfp8", 4 + 4 + 4, 4),
+        ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp8", 2 + 1 + 4, 2),
+        ("--bf16 --use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-sq-dtype bf16", 2 + 4 + 2, 4),
+        ("--fp16 --use-precision-aware-optimizer", 4 + 4 + 4, 2),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp16", 2 + 4, 4),
+    ],
+)
+def test_an_optimizer_may_keep_its_state_in_other_precisions(flags, state, gradients):
+    training = read_flags([*FLAGS.replace(" --bf16", "").split(), "--use-distributed-optimizer", *flags.split()])
+    assert (training.fixed.get("optimizer_bytes"), training.precision.gradient_bytes) == (state, gradients)
+    if state is None:
+        return
+    its = next(its for its in layouts(training, 2, 2, Counter()) if its.dp == 2)
+    usual = replace(its, optimizer_bytes=None)
+    parameters = memory(training.model, usual)[0].gradients_bytes / gradients
+    saved = min(12, usual.precision.optimizer_bytes) - state
+    found = memory(training.model, usual)[0].optimizer_bytes - memory(training.model, its)[0].optimizer_bytes
+    assert found == pytest.approx(saved * parameters / its.dp, rel=1e-6)
 
 
 def test_an_output_layer_in_fp8_has_8_bit_copies_of_its_weights():

@@ -77,6 +77,8 @@ _MOST_LAYERS = 10_000  # of a list by layer
 _LAYOUT_TEXT = "--pipeline-model-parallel-layout"
 _REPEATED = tuple(re.compile(rf"{its}\*([0-9]{{1,3}})(?![0-9])") for its in (r"\(([^)]+)\)", "(.)"))  # in this order
 _LONGEST = 10_000  # letters of a layout
+_MAIN_GRADIENTS = "--main-grads-dtype"
+_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}  # bytes
 _DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
 # Tokenizers whose vocabulary is known without their files.
 _VOCABULARIES = {
@@ -206,12 +208,30 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
     except ValueError as error:
         raise ConfigError(f"the flags describe no model: {in_flags(str(error))}") from error
     precision = Precision.BF16 if "--bf16" in names else Precision.FP16 if "--fp16" in names else Precision.FP32
-    if precision is Precision.BF16 and "--grad-reduce-in-bf16" in names:
+    if precision is Precision.BF16 and ("--grad-reduce-in-bf16" in names or (_MAIN_GRADIENTS, ["bf16"]) in given):
         precision = Precision.BF16_GRADIENTS
+    if "--use-precision-aware-optimizer" in names:
+        fixed["optimizer_bytes"] = _optimizer_bytes(given, precision)
     divisor = values.get("--make-vocab-size-divisible-by", _DIVISOR)
     return Training(
         model, values["--global-batch-size"], precision, fixed, tuple(others), divisor, tuple(dict.fromkeys(ignored))
     )
+
+
+def _optimizer_bytes(given: Sequence[tuple[str, list[str] | None]], precision: Precision) -> int:
+    """Return the bytes per parameter of a precision-aware optimizer's state (Megatron-core 0.19, ``OptimizerConfig``).
+
+    It keeps weights that bf16 ones stand for by the 16 bits that those lack, where Transformer Engine keeps them.
+    """
+    values = {flag: " ".join(value or ()) for flag, value in given}
+    main, recipe = values.get("--main-params-dtype", "fp32"), values.get("--fp8-recipe", "delayed")
+    if precision is Precision.FP32:
+        weights = 0  # the model's own
+    elif main == "fp16" or (precision is not Precision.FP16 and recipe == "delayed"):
+        weights = 2
+    else:
+        weights = 4
+    return weights + sum(_SIZES[values.get(flag, "fp32")] for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype"))
 
 
 def counted_layers(layers: int, fixed: Mapping[str, Any]) -> int:

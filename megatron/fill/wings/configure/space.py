@@ -30,7 +30,15 @@ from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.order import MOST_PASSES
 from megatron.fill.wings.mainjob.parallel import Parallel
 
-_HELD = "recompute", "recomputed", "recompute_modules", "expert_tp", "embedding_is_layer", "loss_is_layer"
+_HELD = (
+    "recompute",
+    "recomputed",
+    "recompute_modules",
+    "expert_tp",
+    "embedding_is_layer",
+    "loss_is_layer",
+    "optimizer_bytes",
+)
 _CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divide among the stages
 _NO_CHUNKS = "with virtual stages, --pipeline-model-parallel-size is above 1, and --num-layers divides among them"
 _GROUPS = (

@@ -261,12 +261,13 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
         weights = whole * precision.weight_bytes + (parameters - whole) * model.kernels.fp8_copies
     # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
     # activations.
-    step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
+    kept = min(12, precision.optimizer_bytes) if its.optimizer_bytes is None else its.optimizer_bytes
+    step = divided * max(0, precision.optimizer_bytes - 12) if its.optimizer_bytes is None else 0.0
     peak += _deferred_bytes(model, its, rank) + _stand_in_bytes(model, its, rank)
     return StageMemory(
         weights_bytes=round(weights),
         gradients_bytes=round(parameters * precision.gradient_bytes),
-        optimizer_bytes=round(divided * min(12, precision.optimizer_bytes)),
+        optimizer_bytes=round(divided * kept),
         activations_bytes=round(max(peak + copies, step)) + parts.buffer,
     )
 

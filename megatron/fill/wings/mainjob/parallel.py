@@ -65,6 +65,8 @@ class Parallel:
     # First layers of each virtual stage that full recomputation computes again (--recompute-method block), or all.
     recomputed: int | None = None
     precision: Precision = Precision.BF16
+    # Bytes per parameter of the optimizer's state, if it keeps that in other precisions; None for the usual ones.
+    optimizer_bytes: int | None = None
     distributed_optimizer: bool = False  # the optimizer's state is divided over the data-parallel ranks
     first_layers: int | None = None  # layers of the first rank, in all its chunks; None for that of the other ranks
     last_layers: int | None = None  # layers of the last rank, likewise
@@ -76,7 +78,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         counts = "tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size", "expert_tp"
-        for name in (*counts, "recomputed"):
+        for name in (*counts, "recomputed", "optimizer_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
