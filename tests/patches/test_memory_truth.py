@@ -73,6 +73,8 @@ CASES = [
     ((LATENT, Parallel(pp=2, global_batch=2)), 0),
     ((LATENT, Parallel(pp=2, global_batch=2)), 1),
     ((LATENT, Parallel(pp=2, global_batch=2, recompute=Recompute.FULL, recomputed=1)), 1),
+    ((LATENT, Parallel(pp=3, global_batch=2, stage_layers=(2, 2, 0), later_stage=1)), 1),
+    ((replace(LATER, layers=4), Parallel(pp=3, global_batch=2, stage_layers=(3, 1, 0), later_stage=1)), 1),
     ((SHARED, Parallel(pp=2, tp=2, global_batch=2, sequence_parallel=True)), 0),
     ((replace(SHARED, kernels=UNFUSED), Parallel(pp=2, global_batch=2)), 0),
     ((replace(WIDE, kernels=UNFUSED), Parallel(pp=2, global_batch=2)), 0),

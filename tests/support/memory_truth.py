@@ -115,6 +115,28 @@ def _batches(its: Any) -> Iterator[dict[str, Any]]:
         yield batch
 
 
+def _tell_shapes(its: Any) -> None:
+    """Answer what ranks ask each other where the layers that predict later tokens are not on the last one.
+
+    Those send all their outputs in one tensor.  Neither virtual stages nor layouts with parentheses are supported.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    layout = (its.pipeline_model_parallel_layout or "").split("|")
+    at = next((stage for stage, text in enumerate(layout) if "m" in text), len(layout))
+    split = its.context_parallel_size * (its.tensor_model_parallel_size if its.sequence_parallel else 1)
+
+    def shape(stage: int) -> tuple[int, int, int]:
+        outputs = 1 + (its.mtp_num_layers or 0) * (stage >= at)
+        return outputs * its.seq_length // split, its.micro_batch_size, its.hidden_size
+
+    def told(self: Any, _next: Any, _prev: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+        stage = self.pp_group.rank()
+        return shape(stage - 1) if recv_prev else None, shape(stage) if recv_next else None
+
+    P2PCommunicator._communicate_shapes = told
+
+
 def _iterate(prepared: _Prepared, asked: Asked, detailed: bool) -> tuple[Truth, StorageTracker]:
     """Build the rank, step its optimizer so that there is a state, and run one iteration."""
     sys.argv = ["pretrain_gpt.py", *asked.flags, *_RUN.split()]
@@ -133,6 +155,7 @@ def _iterate(prepared: _Prepared, asked: Asked, detailed: bool) -> tuple[Truth, 
     from tests.support.memory_tracker import StorageTracker, routed
 
     its = parse_and_validate_args(args_defaults={})
+    _tell_shapes(its)
     container = pretrain_cfg_container_from_args(its, gpt_config_from_args(its))
     initialize_megatron(get_embedding_ranks=prepared.script.get_embedding_ranks)
     tracker = StorageTracker(routed, detailed)

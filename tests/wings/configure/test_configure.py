@@ -624,7 +624,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
         (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),
         (FLAGS + " --num-layer 3", "--num-layer is no flag of Megatron; expected --num-layers"),
-        (f"{FLAGS} {BY_HAND} Emt|tL", "m only before L"),
+        (f"{FLAGS} {BY_HAND} Emt|tL", "m in one of them, after all t"),
         (f"{FLAGS} {BY_HAND} Et*6|t*6mL --pipeline-model-parallel-size 2", "has 1 m: expected --mtp-num-layers, 0"),
         (f"{FLAGS} {BY_HAND} t|EtL", "expected E first, L last"),
         (f"{FLAGS} {BY_HAND} E((t*999)*999)*999L", "expected E first, L last"),

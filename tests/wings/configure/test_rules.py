@@ -248,11 +248,14 @@ def test_layouts_that_megatron_starts_are_taken(flags, stages):
     assert found.proposal.parallel.pp == stages
 
 
-def test_a_layout_in_letters_has_no_others_and_m_only_beside_the_loss():
-    flags = "--pipeline-model-parallel-size 4 --mtp-num-layers 1 --position-embedding-type rope"
-    assert "m in another stage than L is not weighed" in refusal(
-        f"{flags} --pipeline-model-parallel-layout Etttt|tttt|m|L"
+def test_a_layout_in_letters_has_no_others_and_m_in_the_last_stage_of_a_rank():
+    flags = "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-layout"
+    assert not refusal(f"{flags} Etttt|tttt|m|L --pipeline-model-parallel-size 4")
+    assert "has m in stage 3 of 6: expected it in a rank's last virtual stage, one of the last 2" in refusal(
+        f"{flags} Etttt|tttt|m|||L --pipeline-model-parallel-size 2"
     )
+    with pytest.raises(ConfigError, match="m in one of them"):
+        read_flags([*MODEL.split(), *flags.split(), "Etttt|ttttm|mL"])
     with pytest.raises(ConfigError, match="expected E first"):
         read_flags([*MODEL.split(), "--pipeline-model-parallel-layout", "Et*4 |t*4L"])
     assert not refusal(f'{_TWO} --pipeline-model-parallel-layout "Et*4|t*4L"')  # quoted as for a shell

@@ -14,11 +14,11 @@ from megatron.fill.wings.configure.details import detailed
 from megatron.fill.wings.configure.flags import layout_flags
 from megatron.fill.wings.configure.peaks import laid_out
 from megatron.fill.wings.configure.room import memory
-from megatron.fill.wings.mainjob import roofline
+from megatron.fill.wings.mainjob import analytic, roofline
 from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.held import held_memory, micro_batch, passes
 from megatron.fill.wings.mainjob.kernels import Kernels
-from megatron.fill.wings.mainjob.memory import expert_parameters, layer_activation_bytes
+from megatron.fill.wings.mainjob.memory import expert_parameters, layer_activation_bytes, stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.wings.mainjob.tape import Step, kept_bytes, layer_tape, peak_bytes
@@ -238,6 +238,28 @@ def test_the_first_layers_of_each_virtual_stage_are_computed_again_if_flags_say_
     steps = {more.backward_ns - less.backward_ns for less, more in pairwise(times)}
     assert max(steps) - min(steps) <= 1  # as much for each layer
     assert layout_flags(some[3][1])[-4:] == ["--recompute-method", "block", "--recompute-num-layers", "3"]
+
+
+def test_layers_that_predict_later_tokens_may_have_a_stage_of_their_own():
+    """It has the embedding too, and the last one the output layer and all losses."""
+    model = replace(GPT, predicted=2, tied_embeddings=False)
+    none = Parallel(pp=4, global_batch=8, stage_layers=(GPT.layers - 1, 1, 0, 0))
+    apart = replace(none, later_stage=2)
+    counts = [[stage_parameters(model, its, rank) for rank in range(4)] for its in (none, apart)]
+    assert counts[0][:2] == counts[1][:2]
+    assert sum(counts[0]) == sum(counts[1])
+    assert counts[0][3] - counts[1][3] == counts[1][2] - counts[0][2]
+    assert counts[1][3] == stage_parameters(replace(model, predicted=0), none, 3)
+    for of in (roofline, analytic):
+        gpu = GPUS["a100-80gb"]
+        both, own, output = (
+            of.stage_cost(model, gpu, none, 0.5, 0, last, 0.0, 0.0, 0, later)
+            for last, later in ((True, 2), (False, 2), (True, 0))
+        )
+        assert both.forward_ns == pytest.approx(own.forward_ns + output.forward_ns, abs=1)
+        assert output.forward_ns > 0
+    given = "--pipeline-model-parallel-layout", f"E{'t' * (GPT.layers - 1)}|t|mm|L"
+    assert tuple(layout_flags(apart, 2)[-2:]) == given
 
 
 def test_layers_that_predict_later_tokens_are_not_computed_again_by_blocks():

@@ -140,7 +140,9 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
             ignored += [flag] if flag == _UNTIMED else []
             continue
         if flag == _LAYOUT_TEXT:
-            fixed["stage_layers"], later = _stage_layers(text)
+            fixed["stage_layers"], later, later_stage = _stage_layers(text)
+            if later_stage is not None:
+                fixed["later_stage"] = later_stage
             continue
         if flag in _MODEL or flag in _NUMBERS:
             values[flag] = _number(flag, text)
@@ -313,8 +315,9 @@ def _by_layer(text: str) -> list[int]:
         return []
 
 
-def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
-    """Return the number of layers of each virtual stage, in order, as a layout in letters has them, and that of ``m``.
+def _stage_layers(text: str) -> tuple[tuple[int, ...], int, int | None]:
+    """Return the layers of each virtual stage, in order, as a layout in letters has them; the number of ``m``, and
+    their virtual stage, None for the last.
 
     ``|`` ends a stage, ``t`` is a layer, ``E`` the embedding, ``L`` the loss, and ``m`` before it predicts a later
     token; ``x*n`` and ``(...)*n`` repeat, commas are for the eye (Megatron-core 0.19,
@@ -324,17 +327,15 @@ def _stage_layers(text: str) -> tuple[tuple[int, ...], int]:
     for repeated in _REPEATED:
         if len(letters) <= _LONGEST:
             letters = repeated.sub(lambda its: its[1] * int(its[2]), letters)
-    if re.fullmatch(r"E[t|]*m+[m|]*\|[m|]*L", letters):
+    right = re.fullmatch(r"E[t|]*(m*)(\|*)L", letters)
+    if right is None or len(letters) > _LONGEST:
         raise ConfigError(
-            f"{_LAYOUT_TEXT} is {text[:60]!r}: m in another stage than L is not weighed; expected it there"
+            f"{_LAYOUT_TEXT} is {text[:60]!r}: expected E first, L last, t for each layer, | between stages and m in "
+            "one of them, after all t, as in Ett|(tt|)*2ttL"
         )
-    right = re.fullmatch("E[t|]*m*L", letters) is not None
-    if not right or len(letters) > _LONGEST:
-        raise ConfigError(
-            f"{_LAYOUT_TEXT} is {text[:60]!r}: expected E first, L last, t for each layer, | between stages and m only "
-            "before L, as in Ett|(tt|)*2ttL"
-        )
-    return tuple(stage.count("t") for stage in letters.split("|")), letters.count("m")
+    stages = letters.split("|")
+    later_stage = len(stages) - 1 - len(right[2]) if right[1] and right[2] else None
+    return tuple(stage.count("t") for stage in stages), letters.count("m"), later_stage
 
 
 def _check_layout(fixed: dict[str, Any], layers: int) -> None:
@@ -345,6 +346,11 @@ def _check_layout(fixed: dict[str, Any], layers: int) -> None:
         raise ConfigError(
             f"{_LAYOUT_TEXT} has {len(counts)} stages: expected --pipeline-model-parallel-size with it, and a multiple "
             "of that"
+        )
+    if (later_stage := fixed.get("later_stage", len(counts))) < len(counts) - stages:
+        raise ConfigError(
+            f"{_LAYOUT_TEXT} has m in stage {later_stage + 1} of {len(counts)}: expected it in a rank's last virtual "
+            f"stage, one of the last {stages}"
         )
     if sum(counts) != layers:
         raise ConfigError(f"{_LAYOUT_TEXT} has {sum(counts)} layers: expected --num-layers, {layers}")
@@ -398,8 +404,9 @@ def layout_flags(parallel: Parallel, predicted: int = 0) -> list[str]:
         if size is not None and (name != "ep" or size > 1):
             flags += [_FIELDS[name], str(size)]
     if parallel.stage_layers is not None:
-        stages = "|".join("t" * count for count in parallel.stage_layers)
-        flags += [_LAYOUT_TEXT, f"E{stages}{'m' * predicted}L"]
+        stages = ["t" * count for count in parallel.stage_layers]
+        stages[-1 if parallel.later_stage is None else parallel.later_stage] += "m" * predicted
+        flags += [_LAYOUT_TEXT, f"E{'|'.join(stages)}L"]
     elif parallel.chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(parallel.chunks)]
     for flag, name in _ENDS.items():

@@ -78,7 +78,7 @@ def iteration(
     fixed_s = fixed_step_s(its, passes)
     for stage, routes in enumerate(layout.stages):
         held = its.held(stage)
-        inner = not {0, len(layers) - 1}.intersection(held)
+        inner = not {0, len(layers) - 1, its.later_stage}.intersection(held)
         counts = tuple((layers[virtual], dense[virtual]) for virtual in held)
         alike = (sum(every for every, _ in counts), sum(bare for _, bare in counts), id(routes)) if inner else stage
         if alike not in steps:
@@ -122,11 +122,12 @@ def stage_times(
     stages = []
     for at, ((count, dense), rank) in enumerate(zip(counts, its.placement, strict=True)):
         exchange = exchanges[rank]
-        key = count, dense, at == 0, at == last, exchange
+        later = its.later(model, at)
+        key = count, dense, at == 0, at == last, later, exchange
         if key not in known and passes is not None:
             known[key] = passes.stage_cost(model, its, count, (at == 0, at == last), exchange)
         elif key not in known:
-            known[key] = stage_cost(model, gpu, its, efficiency, count - dense, at == last, *exchange, dense)
+            known[key] = stage_cost(model, gpu, its, efficiency, count - dense, at == last, *exchange, dense, later)
             if dense:  # what their ranks exchange for experts counts as if they had some
                 bare = stage_cost(model.bare, gpu, its, efficiency, dense, False, *exchange)
                 known[key] = added(known[key], bare)

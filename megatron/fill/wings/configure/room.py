@@ -76,7 +76,7 @@ def least_bytes(model: ModelSpec, its: Parallel) -> int:
     # of stages that are alike, the first has most passes in flight; those at the ends are like no other
     first: dict[object, int] = {}
     for stage in range(its.pp):
-        alike = tuple((layers[virtual], dense[virtual]) for virtual in its.held(stage))
+        alike = tuple((layers[virtual], dense[virtual], virtual == its.later_stage) for virtual in its.held(stage))
         first.setdefault(stage if stage in (0, its.pp - 1) else alike, stage)
     stages = first.values()
     peaks = ((stage, _held(its, passes(parts, its, layers, stage, dense), stage)) for stage in stages)

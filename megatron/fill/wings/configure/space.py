@@ -38,6 +38,7 @@ _HELD = (
     "embedding_is_layer",
     "loss_is_layer",
     "optimizer_bytes",
+    "later_stage",
 )
 _CHUNKS = (1, 2, 4, 8, 16)  # virtual stages of a rank where layers do not divide among the stages
 _NO_CHUNKS = "with virtual stages, --pipeline-model-parallel-size is above 1, and --num-layers divides among them"

@@ -25,6 +25,7 @@ def stage_cost(
     forward_exchange_s: float,
     backward_exchange_s: float,
     before: int = 0,
+    later: int = 0,
 ) -> StageCost:
     """Return the times of one microbatch's passes on a virtual stage.
 
@@ -36,14 +37,14 @@ def stage_cost(
         forward_exchange_s: seconds of communication within a stage in the forward pass of one layer.
         backward_exchange_s: likewise in the backward pass, without recomputation.
         before: number of layers of another kind that the stage has before these, and that are recomputed first.
+        later: number of layers beside these that predict later tokens.
     """
     rate = parallel.tp * parallel.cp * gpu.peak_flops * efficiency
-    later = model.predicted if is_last else 0
     again_layers = layers_again(parallel, before, layers, later)
     layers += later
     matrices = layers * model.matrix_flops(parallel.microbatch) / rate
     core = layers * model.attention_flops(parallel.microbatch) / rate
-    output = (1 + later) * model.output_flops(parallel.microbatch) / rate if is_last else 0.0
+    output = (1 + model.predicted) * model.output_flops(parallel.microbatch) / rate if is_last else 0.0
     output += later * 2 * parallel.microbatch * model.sequence * model.joined_parameters / rate
     exchange = layers * forward_exchange_s
     again = 0.0

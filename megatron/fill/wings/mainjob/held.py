@@ -146,17 +146,25 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int, d
     found: list[Pass] = []
     held = its.held(rank)
     for virtual in held:
-        alike = found and (layers[virtual], dense[virtual]) == (layers[held[1]], dense[held[1]])
+        later = its.later_stage == virtual
+        alike = found and not later and (layers[virtual], dense[virtual]) == (layers[held[1]], dense[held[1]])
         if len(found) > 1 and virtual != last and alike:
             found.append(found[1])
         else:
             counts = layers[virtual] - dense[virtual], dense[virtual]
-            found.append(_pass(parts, counts, virtual == 0, virtual == last, several, its.recomputed))
+            apart = None if its.later_stage in (None, last) else later
+            found.append(_pass(parts, counts, virtual == 0, virtual == last, several, its.recomputed, apart))
     return found
 
 
 def _pass(
-    parts: MicroBatch, layers: tuple[int, int], first: bool, last: bool, several: bool, again: int | None
+    parts: MicroBatch,
+    layers: tuple[int, int],
+    first: bool,
+    last: bool,
+    several: bool,
+    again: int | None,
+    apart: bool | None,
 ) -> Pass:
     """Return the memory of a pass on a virtual stage.
 
@@ -165,34 +173,40 @@ def _pass(
         several: True for more than one microbatch.
         again: number of its first layers that are as ``parts`` has them, while others are as ``parts.plain`` has them,
             if there is that.
+        apart: True if the stage has the layers that predict later tokens and is not the last, False if another has;
+            None if the last one has them.
     """
-    alike, bare = _of_layers(parts, first or last)
+    predicts = last if apart is None else apart
+    ends = first or last or predicts
+    alike, bare = _of_layers(parts, ends)
     runs = [(layers[1], bare), (layers[0], alike)]
     if again is not None and parts.plain:
-        kinds = zip(runs, _of_layers(parts.plain, first or last)[::-1], strict=True)
+        kinds = zip(runs, _of_layers(parts.plain, ends)[::-1], strict=True)
         runs = []
         for (count, layer), plain in kinds:
             runs += [(min(count, again), layer), (count - min(count, again), plain)]
             again -= min(count, again)
-    kept = (parts.tokens if first or last else 0.0) + (parts.embedding if first else 0.0)
+    kept = (parts.tokens if ends else 0.0) + (parts.embedding if first else 0.0)
     waiting = parts.tied if first and last else 0.0
     peak = kept + parts.embedding_work + waiting if first else 0.0
     for count, layer in runs:
         kept += count * layer.kept_bytes
         if count:
             peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes + waiting)
-    if last:
-        # The previous microbatch is released only after the loss.
-        before = parts.passed if several and not first else 0.0
+    if predicts:
         later = (parts.plain or parts).later  # by blocks, none of them is computed again
         for _ in range(parts.predicted):
-            peak = max(peak, kept + max(later.peak_bytes, parts.embedding_work) + parts.tied)
+            peak = max(peak, kept + max(later.peak_bytes, parts.embedding_work) + parts.tied * last)
             kept += later.kept_bytes
+    received, sent = (1 + parts.predicted if its else 1 for its in (apart, last and apart is False))
+    if last:
+        # The previous microbatch is released only after the loss.
+        before = parts.passed * sent if several and not first else 0.0
         kept += parts.predicted * parts.output  # the losses come after all layers, that of the next token last
         peak = max(peak, kept + parts.output_peak + before)
         kept += parts.output
     # The gradient received from the next stage, and the one that the previous microbatch sent to the previous stage.
-    return Pass(kept, peak + parts.passed * ((not last) + (not first and several)))
+    return Pass(kept, peak + parts.passed * (received * (not last) + sent * (not first and several)))
 
 
 def _of_layers(parts: MicroBatch, is_end: bool) -> tuple[Pass, Pass]:
@@ -298,6 +312,6 @@ def _stand_in_bytes(model: ModelSpec, its: Parallel, rank: int) -> float:
     whole = model.attention_parameters + model.shared_parameters
     whole += model.bare.mlp_parameters if dense or not model.experts else 0
     whole += model.embedding_parameters if last else 0
-    whole += model.joined_parameters if last and model.predicted else 0
+    whole += model.joined_parameters if any(its.later(model, virtual) for virtual in held) else 0
     experts = model.mlp_parameters / its.expert_width if model.experts else 0.0
     return (whole / its.tp + experts) * its.precision.weight_bytes

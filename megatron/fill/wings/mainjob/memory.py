@@ -38,7 +38,7 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     """
     held = parallel.held(rank)
     dense, routed = _layers(model, parallel, held)
-    later = model.predicted if parallel.pp * parallel.chunks - 1 in held else 0
+    later = sum(parallel.later(model, virtual) for virtual in held)
     routed += later
     matrices = routed * (model.matrix_parameters - model.expert_parameters) + dense * model.bare.matrix_parameters
     matrices += later * model.joined_parameters
@@ -57,10 +57,9 @@ def embeddings(model: ModelSpec, parallel: Parallel, rank: int) -> int:
     """Return the number of matrices of a stage that are as large as the embedding: it and the output layer."""
     held = parallel.held(rank)
     first, last = 0 in held, parallel.pp * parallel.chunks - 1 in held
-    if not last:
-        return int(first)
-    later = not first and model.predicted > 0  # the embedding, to predict later tokens
-    return first + (not first or not model.tied_embeddings) + later
+    # the embedding, to predict later tokens
+    later = not first and any(parallel.later(model, virtual) for virtual in held)
+    return first + (last and (not first or not model.tied_embeddings)) + later
 
 
 def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
@@ -69,7 +68,7 @@ def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
         return 0.0
     held = parallel.held(rank)
     _, layers = _layers(model, parallel, held)
-    layers += model.predicted if parallel.pp * parallel.chunks - 1 in held else 0
+    layers += sum(parallel.later(model, virtual) for virtual in held)
     return layers * model.expert_parameters / (parallel.expert_width * parallel.ep)
 
 

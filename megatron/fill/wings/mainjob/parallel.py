@@ -74,6 +74,7 @@ class Parallel:
     loss_is_layer: bool = False  # the loss counts as a layer of the last virtual stage
     # Layers of each virtual stage, along the model, which may be 0; None to divide them by the fields above.
     stage_layers: tuple[int, ...] | None = None
+    later_stage: int | None = None  # virtual stage of the layers that predict later tokens; None for the last
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
@@ -91,6 +92,8 @@ class Parallel:
                 f"global_batch is {self.global_batch}; expected a multiple of microbatch * dp, "
                 f"{self.microbatch} * {self.dp}"
             )
+        if self.later_stage is not None and not 0 <= self.later_stage < self.pp * self.chunks:
+            raise ValueError(f"later_stage is {self.later_stage}; expected 0 to {self.pp * self.chunks - 1}")
         for name in ("first_layers", "last_layers"):
             value = getattr(self, name)
             if value is not None and value % self.chunks:
@@ -140,6 +143,11 @@ class Parallel:
     def placement(self) -> tuple[int, ...]:
         """The rank of each virtual stage, along the model: ``0 1 0 1`` in Megatron's schedules, ``0 1 1 0`` in a V."""
         return placement_of(self.schedule, self.pp, self.microbatches, self.chunks)
+
+    def later(self, model: ModelSpec, virtual: int) -> int:
+        """Return the number of layers on a virtual stage that predict later tokens."""
+        its = self.pp * self.chunks - 1 if self.later_stage is None else self.later_stage
+        return model.predicted if virtual == its else 0
 
     def held(self, rank: int) -> tuple[int, ...]:
         """The virtual stages of a rank, in order."""

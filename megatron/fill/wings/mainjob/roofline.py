@@ -282,6 +282,7 @@ def stage_cost(
     forward_exchange_s: float,
     backward_exchange_s: float,
     before: int = 0,
+    later: int = 0,
 ) -> StageCost:
     """Return the times of one microbatch's passes on a virtual stage; arguments as ``analytic.stage_cost`` has them."""
     parts = layer_parts(model, gpu, its, efficiency)
@@ -289,14 +290,14 @@ def stage_cost(
     forward_kernels, backward_kernels = launches(model, its)
     forward = max(whole.forward_s + forward_exchange_s, forward_kernels * LAUNCH_S)
     backward = max(whole.backward_s + backward_exchange_s, backward_kernels * LAUNCH_S)
-    later = model.predicted if is_last else 0
     again_s = layers_again(its, before, layers, later) * forward
     layers += later
     if its.recompute is Recompute.SELECTIVE:
         again_s = layers * _again_s(parts, its, forward_exchange_s)
     ends = Part()
     if is_last:
-        ends = _output(model, gpu, its, efficiency).times(1 + later)
+        ends = _output(model, gpu, its, efficiency).times(1 + model.predicted)
+    if later:
         joined = _roofline(gpu, its, efficiency).product(
             its.microbatch * model.sequence / its.cp, model.hidden / its.tp, 2 * model.hidden
         )

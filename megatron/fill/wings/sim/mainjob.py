@@ -118,7 +118,10 @@ class MainJob:
         counts = zip(its.layers(self.model), its.dense_layers(self.model), strict=True)
         last = its.pp * its.chunks - 1
         costs = PipelineCosts(
-            tuple(self._stage(every, at == last, dense) for at, (every, dense) in enumerate(counts)),
+            tuple(
+                self._stage(every, at == last, dense, its.later(self.model, at))
+                for at, (every, dense) in enumerate(counts)
+            ),
             _ns(self._p2p_s()),
             tuple(_ns(self._reduce_s(rank)) for rank in range(its.pp)),
             tuple(_ns(self._optimizer_s(rank)) for rank in range(its.pp)),
@@ -127,7 +130,7 @@ class MainJob:
             costs = costs.slowed(stage, factor, its.held(stage))
         return costs
 
-    def _stage(self, layers: int, is_last: bool, dense: int) -> StageCost:
+    def _stage(self, layers: int, is_last: bool, dense: int, later: int) -> StageCost:
         """Return the costs of one microbatch on a virtual stage with so many layers, ``dense`` of them without experts.
 
         Tensor-parallel ranks reduce, or with sequence parallelism scatter and gather, which takes as long.  A group
@@ -137,7 +140,7 @@ class MainJob:
         reduce_s = self.network.all_reduce_s(size, tp, tp > self.network.gpus_per_node, 1)
         both_s = (ALL_REDUCES * reduce_s,) * 2
         its = self.gpu, self.parallel, self.efficiency
-        own = stage_cost(self.model, *its, layers - dense, is_last, *both_s, dense)
+        own = stage_cost(self.model, *its, layers - dense, is_last, *both_s, dense, later)
         return added(own, stage_cost(self.model.bare, *its, dense, False, *both_s)) if dense else own
 
     def _p2p_s(self) -> float:
