@@ -37,7 +37,7 @@ def served(settings: FillSettings, run_dir: Path) -> str:
 
 
 def say_if_away(store: str) -> None:
-    """Print a line if the store's server lets nobody in now: the agents go on trying, and only their logs say so."""
+    """Print a line if the store's server cannot be used now: the agents go on trying, and only their logs say so."""
     from megatron.fill.store.sql import why_away
 
     if why := why_away(store):

@@ -269,8 +269,11 @@ class JobStore(ABC):
         A job is needed if a job that stays is ``after`` it, and if it is the store's newest (``rules.forgettable``).
         """
         transaction.lock_names()  # no job that is after one of these may come meanwhile
-        going = rules.forgettable(transaction.jobs((), None), before_s, job_ids)
-        return transaction.drop([job.id for job in going], before_s)
+        jobs = transaction.jobs((), None)
+        # Of an earlier try, whose answer was lost.
+        gone = set(job_ids) - {job.id for job in jobs} if transaction.repeats else set()
+        going = rules.forgettable(jobs, before_s, job_ids)
+        return sorted(gone.union(transaction.drop([job.id for job in going], before_s)))
 
     def report_device(self, device: DeviceEntry, lease_s: float) -> None:
         """Record that a device serves jobs; it is dropped unless reported again within ``lease_s``."""

@@ -15,6 +15,7 @@ from sqlalchemy import (
     Connection,
     Double,
     Engine,
+    Function,
     Index,
     Integer,
     MetaData,
@@ -110,6 +111,35 @@ def make_tables(engine: Engine, where: str, create: bool) -> None:
                 return
     if found is None:
         raise StoreError(f"{where} has no job store in it; expected a database that PipeFill made")
+    _check_version(found, where)
+
+
+def check_usable(engine: Engine, where: str) -> None:
+    """Check that this user of PostgreSQL may use the tables, or make them; nothing is changed.
+
+    Raises:
+        StoreError: it lacks a right, or the tables are of another version.
+    """
+    with engine.begin() as connection:
+        found = _version(connection)
+        if found is None:
+            may = func.has_schema_privilege(func.current_schema(), "CREATE")
+            _require(connection, may, "CREATE ON SCHEMA, to make the tables")
+            return
+        _check_version(found, where)
+        for table in (jobs, devices, profiles):
+            for right in ("SELECT", "INSERT", "UPDATE", "DELETE"):
+                _require(connection, func.has_table_privilege(table.name, right), f"{right} ON {table.name}")
+        numbers = f"{jobs.name}_id_seq"
+        _require(connection, func.has_sequence_privilege(numbers, "USAGE"), f"USAGE ON SEQUENCE {numbers}")
+
+
+def _require(connection: Connection, may: Function[Any], right: str) -> None:
+    if not connection.scalar(select(may)):
+        raise StoreError(f"this user lacks a right; expected GRANT {right}")
+
+
+def _check_version(found: str, where: str) -> None:
     if found != VERSION:
         expected = "expected the PipeFill that made it, or a new store"
         raise StoreError(f"{where} has the schema {found}, and this PipeFill {VERSION}; {expected}")

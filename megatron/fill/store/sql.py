@@ -25,7 +25,7 @@ from megatron.fill.store.filesystem import has_locks, network_file_system
 from megatron.fill.store.location import locate, shown
 from megatron.fill.store.queue import JobStore
 from megatron.fill.store.rows import SqlTransaction
-from megatron.fill.store.schema import make_tables
+from megatron.fill.store.schema import check_usable, make_tables
 from megatron.fill.store.transaction import Transaction
 
 _MISSING = "there is no job store {}; expected a database file, or a folder with one"
@@ -142,7 +142,7 @@ class SqlStore(JobStore):
 
 
 def why_away(where: str) -> str:
-    """Say in a line why the server of a store does not let this process in now; empty if it does, and for a file.
+    """Say in a line why the server of a store cannot be used by this process now; empty if it can, and for a file.
 
     It asks once; how long that takes is up to the network.
     """
@@ -152,7 +152,7 @@ def why_away(where: str) -> str:
     try:
         engine = _postgresql(url, shown(url), 1.0)
         try:
-            engine.connect().close()
+            check_usable(engine, shown(url))
         finally:
             engine.dispose()
     except SQLAlchemyError as error:

@@ -58,6 +58,37 @@ def test_why_a_store_is_away_is_told_in_a_line(url):
         assert 'database "none" does not exist' in why_away(str(locate(url).set(database="none")))
 
 
+def test_a_user_without_rights_in_the_database_is_told_which_one_is_lacking(postgres):
+    url = postgres.new_database()
+    ours = create_engine(locate(url), isolation_level="AUTOCOMMIT")
+    theirs = str(locate(url).set(username="guest"))
+    with closing(ours.raw_connection()) as connection:
+
+        def run(statement: str) -> None:
+            connection.cursor().execute(statement)
+            connection.commit()
+
+        run("DROP ROLE IF EXISTS guest")
+        run("CREATE ROLE guest LOGIN")
+        assert "GRANT CREATE ON SCHEMA" in why_away(theirs)
+        with closing(SqlStore(url)) as store:
+            assert "permission denied for table pipefill_schema" in why_away(theirs)
+            run("GRANT SELECT ON ALL TABLES IN SCHEMA public TO guest")
+            assert "GRANT INSERT ON pipefill_jobs" in why_away(theirs)
+            run("GRANT ALL ON ALL TABLES IN SCHEMA public TO guest")
+            assert "GRANT USAGE ON SEQUENCE pipefill_jobs_id_seq" in why_away(theirs)
+            run("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO guest")
+            assert why_away(theirs) == ""
+            with closing(SqlStore(theirs)) as guest:
+                guest.submit([job()])
+            assert [one.name for one in store.list()] == ["pi"]
+        run("UPDATE pipefill_schema SET version_num = 'v9999'")
+        assert "has the schema v9999" in why_away(theirs)
+        run("DROP OWNED BY guest")
+        run("DROP ROLE guest")
+    ours.dispose()
+
+
 def test_what_was_done_although_its_answer_was_lost_is_no_error(postgres, monkeypatch):
     import psycopg
 
@@ -82,6 +113,11 @@ def test_what_was_done_although_its_answer_was_lost_is_no_error(postgres, monkey
         assert store.retry(pi.id).state is JobState.QUEUED
         with pytest.raises(JobError, match="is QUEUED"):
             store.retry(pi.id)
+        store.cancel(pi.id)
+        store.submit([job("newest")])
+        lost.clear()
+        assert store.forget([pi.id], store.now_s() + 1) == [pi.id]
+        assert store.forget([pi.id], store.now_s() + 1) == []
 
 
 def job(name: str = "pi") -> NewJob:
