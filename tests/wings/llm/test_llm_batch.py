@@ -237,7 +237,9 @@ def test_what_was_done_before_counts_once(models, tmp_path):
     made = job(models, requests, tmp_path / "job")
     before, finished = run(made, 60)
     assert not finished
-    after, finished = run(job(models, requests, tmp_path / "job", state=made.state_dict()))
+    resumed = job(models, requests, tmp_path / "job", state=made.state_dict())
+    assert resumed.generated == made.generated > 0  # the answers before count in its result, so do their tokens
+    after, finished = run(resumed)
     assert finished
     assert before > 0
     assert before + after == pytest.approx(12)

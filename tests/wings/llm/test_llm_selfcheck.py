@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
 from megatron.fill.wings.llm import attention  # noqa: E402
-from megatron.fill.wings.llm.selfcheck import check_model  # noqa: E402
+from megatron.fill.wings.llm.selfcheck import check_finite, check_model  # noqa: E402
 
 USUAL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
@@ -109,6 +109,17 @@ def test_a_difference_of_any_way_is_found():
         patch.setattr(ModelRunner, "_inputs", wrong_positions)
         with pytest.raises(TaskError, match=r"with a token tree its logits differ .* by [0-9.]+ of their spread"):
             check_model(target)
+
+
+def test_a_model_is_refused_if_it_gives_no_finite_logits_at_all():
+    target = model()
+    with torch.no_grad():
+        target.get_input_embeddings().weight[7] = float("nan")  # one token of the many
+        check_finite(target)
+        target.model.norm.weight[0] = float("nan")
+    check_model(target)  # it is computed as it is
+    with pytest.raises(TaskError, match=r"LlamaForCausalLM are not finite numbers .* expected finite weights"):
+        check_finite(target)
 
 
 def test_the_check_leaves_nothing_at_the_model():

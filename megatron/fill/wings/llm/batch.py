@@ -136,19 +136,20 @@ class BatchJob(NodeTask):
         """Move the models to the device, check them, and find out how much is left for keys and values.
 
         Raises:
-            TaskError: a model is not computed right in batches, or nothing is left.
+            TaskError: a model is not computed right in batches or gives no finite numbers, or nothing is left.
         """
         from megatron.fill.wings.llm import verify
         from megatron.fill.wings.llm.answering import Answering
         from megatron.fill.wings.llm.attention import context_of
         from megatron.fill.wings.llm.engine import Engine
         from megatron.fill.wings.llm.passes import ModelRunner, gives_hidden_states, token_rows
-        from megatron.fill.wings.llm.selfcheck import check_model
+        from megatron.fill.wings.llm.selfcheck import check_finite, check_model
 
         models = [self._model, *self._drafts]
         for one in models:
             one.to(self.context.device).eval()
             check_model(one)
+            check_finite(one)
         device, rows = self.context.device, self._most_rows()
         pieces = [fitting.pieces_of(one, rows, device) for one in models]
         if self._pieces is not None:
@@ -168,6 +169,7 @@ class BatchJob(NodeTask):
             self._configuration.chunk,
             fitting.clock(self.context.device),
         )
+        self._engine.taken.update(dict(self._state.get("taken", [])))
         least = self._engine.room.bytes_for_one(2 * _MEASURED_TOKENS)
         taken = fitting.claimed_bytes(device) + fitting.pass_bytes(self._model.config, rows)
         self._engine.room.limit(fitting.key_value_bytes(self._most_bytes, self.context.memory_bytes, taken, least))
@@ -246,7 +248,9 @@ class BatchJob(NodeTask):
 
     def state_dict(self) -> dict[str, Any]:
         """The tokens of the sequences that have not ended; keys and values are computed again."""
-        return self._state if self._engine is None else self._answering.state_dict()
+        if self._engine is None:
+            return self._state
+        return self._answering.state_dict() | {"taken": [*self._engine.taken.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -258,7 +262,7 @@ class BatchJob(NodeTask):
 
     @property
     def generated(self) -> int:
-        """Tokens that this process has generated."""
+        """Tokens that this job has generated, as far as it was saved."""
         return self._running.tokens
 
     @property

@@ -73,6 +73,22 @@ def check_model(model: Any, generates: bool = True) -> None:
         raise TaskError(f"{name} cannot be run {how}: {said}") from error
 
 
+def check_finite(model: Any) -> None:
+    """Refuse a model that could answer nothing, as weights of NaN do, or numbers too large for its type.
+
+    Raises:
+        TaskError: it gives no finite logits at all.
+    """
+    sequences = torch.tensor(_sequences(model, min(_LENGTH, context_of(model).tokens)), device=model.device)
+    with torch.inference_mode():
+        most = model(input_ids=sequences, use_cache=False).logits.amax(-1)
+    if not most.isfinite().any():
+        raise TaskError(
+            f"the logits of {type(model).__name__} are not finite numbers (NaN or infinite) for any of "
+            f"{most.numel()} tokens; expected finite weights, and a dtype in which they do not overflow"
+        )
+
+
 def _precise(model: Any) -> Any:
     small = sum(parameter.numel() for parameter in model.parameters()) <= _COPIED
     if not small or model.dtype not in (torch.float16, torch.bfloat16):

@@ -201,7 +201,7 @@ def _figures(output: Path, tokens: int | None, seconds: float) -> dict[str, Any]
             counts["prompt_tokens"] += prompt
             counts["completion_tokens"] += completion
     made = counts["completion_tokens"] if tokens is None else tokens
-    return counts | {"tokens_per_s": round(made / seconds, 3) if seconds > 0 else None}
+    return counts | {"tokens_per_s": round(made / seconds, 3) if made and seconds > 0 else None}
 
 
 def _conclude(output: Path, figures: dict[str, Any], where: str) -> None:
