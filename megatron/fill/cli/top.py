@@ -168,7 +168,7 @@ class _View:
                 str(rank.info.node),
                 str(rank.iteration),
                 f"{sum(recent) / len(recent) / 1e6:,.0f}" if recent else "-",
-                _share(rank.pipeline_ns, rank.iteration_ns),
+                _share(rank.pipeline_ns, rank.watched_ns),
                 _share(*rank.harvest),
                 "on" if braked else "-",
                 states.get(number, "-"),

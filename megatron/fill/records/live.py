@@ -72,7 +72,7 @@ class LiveRank:
     info: RankInfo
     iterations: int = 0
     iteration: int = 0  # number of its last iteration
-    iteration_ns: int = 0
+    watched_ns: int = 0  # duration of the iterations whose bubbles were observed
     ended_ns: int = 0  # end of its last iteration, by the monotonic clock of its node
     seq: int = 0  # number of its last recorded bubble that a job could use; 0 for none
     # duration of the bubbles of training iterations and saves, by kind
@@ -160,7 +160,7 @@ def _add(rank: LiveRank, content: dict[str, Any]) -> None:
     if its := content.get("iterations"):
         new = list(map(Iteration, *its.values()))
         rank.iterations += len(new)
-        rank.iteration_ns += sum(one.duration_ns for one in new)
+        rank.watched_ns += sum(one.duration_ns for one in new if one.watched)
         rank.iteration, rank.ended_ns = new[-1].iteration, new[-1].end_ns
         rank.recent.extend(new)
         for one in new:
@@ -247,9 +247,9 @@ class LiveSegment:
 
     @property
     def bubble_share(self) -> float:
-        """Bubble time of the pipeline over iteration time, of all ranks; NaN if unknown."""
+        """Bubble time of the pipeline over the time of the iterations watched, of all ranks; NaN if unknown."""
         its = self.ranks.values()
-        return _ratio(sum(rank.pipeline_ns for rank in its), sum(rank.iteration_ns for rank in its))
+        return _ratio(sum(rank.pipeline_ns for rank in its), sum(rank.watched_ns for rank in its))
 
     @property
     def harvest_ratio(self) -> float:

@@ -132,7 +132,7 @@ def _of_bubbles(ranks: list[LiveRank]) -> Iterator[Metric]:
         "pipefill_overrun_seconds": ("Time that steps ran on after bubbles.", lambda its: its.overrun_ns / _S),
         "pipefill_overruns": ("Bubbles after which a step ran on.", lambda its: its.overruns),
         "pipefill_steps": ("Steps of jobs.", lambda its: its.steps),
-        "pipefill_iteration_seconds": ("Time in training iterations.", lambda its: its.iteration_ns / _S),
+        "pipefill_iteration_seconds": ("Time in iterations that were watched.", lambda its: its.watched_ns / _S),
     }
     stages = sorted({rank.info.stage for rank in ranks})
     for stage in stages:
