@@ -110,8 +110,9 @@ class Launch:
             own_version()  # agents need it; raised here, its error reaches the user
             check_store(settings, run_dir)
             check_flags(settings)
-            self.mps = share(settings, on_cpu)
-            self.sandbox = find_sandbox(settings, self.mps, search, on_gpu=not on_cpu)
+            if not self.sandbox.layers:  # a script may parse its flags twice
+                self.mps = share(settings, on_cpu)
+                self.sandbox = find_sandbox(settings, self.mps, search, on_gpu=not on_cpu)
         self._jobs = [job.to_submit(search, submitter()) for job in settings.jobs]
         if settings.pipeline_schedule == "gpipe":
             if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:

@@ -123,6 +123,16 @@ def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, caps
     assert capsys.readouterr().out == ""
 
 
+def test_a_script_that_parses_its_flags_twice_says_once_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(sandbox, "look", lambda *asked: lacking("ipc"))
+    monkeypatch.setattr("megatron.fill.app.launch.share", lambda *asked: DAEMON)
+    monkeypatch.setattr(sandboxing, "why_no_cuda_for_jobs", lambda *asked: "")
+    launch = Launch()
+    for _ in range(2):
+        launch.on_parse(flags(store="jobs.db"))
+    assert capsys.readouterr().out.count("kept in less well") == 1
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_first_rank_of_a_node_with_gpus_tries_whether_jobs_can_use_them(monkeypatch, capsys, rank):
     monkeypatch.setenv("LOCAL_RANK", rank)
