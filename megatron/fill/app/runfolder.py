@@ -33,6 +33,8 @@ def served(settings: FillSettings, run_dir: Path) -> str:
     warning = f"; it is on {shared}: submit from this machine only, or use PostgreSQL" if shared else ""
     if file is not None and not _may_be_database(file):
         warning += f"; NO JOB CAN BE HAD FROM IT: {file} is no SQLite database"
+    elif file is not None and not _may_write(file.resolve()):
+        warning += f"; NO JOB CAN BE HAD FROM IT: this user may not write {file} and its folder"
     return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
 
 
@@ -51,6 +53,13 @@ def _may_be_database(file: Path) -> bool:
             return opened.read(len(_SQLITE)) in (_SQLITE, b"")
     except OSError:  # none yet, or none that can be read now
         return True
+
+
+def _may_write(file: Path) -> bool:
+    """True if this user may write a database and beside it, or make it."""
+    there = next(path for path in (file, *file.parents) if os.access(path, os.F_OK))
+    needed = (file, file.parent) if there == file else (there,)
+    return all(os.access(path, os.W_OK) for path in needed)
 
 
 def check_store(settings: FillSettings, run_dir: Path | None) -> None:

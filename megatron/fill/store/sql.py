@@ -237,6 +237,8 @@ def _reason(error: SQLAlchemyError) -> str:
     """The driver's message in one line, without the statement and its values."""
     said = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     text = " ".join(str(said).split())
-    if getattr(said, "sqlite_errorname", "") == "SQLITE_CANTOPEN":
-        text += "; expected a database in a folder that can be written, as SQLite writes there to read it, too"
+    if getattr(said, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
+        text += (
+            "; expected a database that this user may write, in such a folder, as SQLite writes there to read it, too"
+        )
     return text or type(said).__name__

@@ -221,6 +221,21 @@ def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path)
     assert served(settings, tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
 
 
+@pytest.mark.parametrize("closed", ["jobs.db", ".", "other.db"])
+def test_a_store_that_this_user_may_not_write_is_said(monkeypatch, tmp_path, closed):
+    store = tmp_path / "jobs.db"
+    if closed == "jobs.db":
+        store.touch()
+    may = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: may(path, mode) and (path, mode) != (tmp_path / closed, os.W_OK)
+    )
+    said = served(FillSettings(store=str(store)), tmp_path)
+    assert said.endswith(f"NO JOB CAN BE HAD FROM IT: this user may not write {store} and its folder") is (
+        closed != "other.db"
+    )
+
+
 def test_a_store_that_cannot_be_reached_is_said_without_its_password(capsys):
     pytest.importorskip("psycopg", reason="needs the extra postgres")
     say_if_away("postgresql+psycopg://ada:secret@127.0.0.1:1/x")
