@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         check_writable(json=options.json)
-        names = tuple(name.strip() for name in options.kinds.split(",")) if options.kinds else ()
+        names = () if options.kinds is None else tuple(name.strip() for name in options.kinds.split(","))
         if options.controls:
             return _control(names, options.json)
         return _run(

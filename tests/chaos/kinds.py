@@ -108,7 +108,7 @@ def chosen(names: Sequence[str]) -> list[FaultKind]:
         ConfigError: a name is unknown; the message lists the known ones.
     """
     names = [name for given in names for name in _FAMILIES.get(given, [given])]
-    unknown = [name for name in names if name not in KINDS]
+    unknown = [name or "''" for name in names if name not in KINDS]
     if unknown:
         raise ConfigError(f"--kinds names {', '.join(unknown)}; expected some of {', '.join([*KINDS, *_FAMILIES])}")
     return [KINDS[name] for name in dict.fromkeys(names)] or list(KINDS.values())

@@ -44,6 +44,7 @@ CALLS = """
 --iterations 10 => argument --iterations: '10': expected a whole number of at least 150
 --seed x => argument --seed: invalid int value: 'x'
 --kinds gremlins => --kinds names gremlins; expected some of
+--kinds '' => --kinds names ''; expected some of
 --controls --kinds hang => --kinds names no attack of a job; expected some of
 --script none.py => no training script none.py; expected --script PATH of pretrain_gpt.py
 --json folder => --json folder: cannot be written: Is a directory
