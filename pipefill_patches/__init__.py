@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megatron.fill.errors import PatchError
+from megatron.fill.errors import ConfigError, PatchError
 from pipefill_patches import (
     arguments,
     bridge,
@@ -62,14 +62,22 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
 
     The CPU backend is included if requested (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or without a CUDA
     device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``free_waits`` on ``--fill-free-waits``, and all of ``add``.
+    ConfigError if one of the variables has another value than 0 or 1.
     """
-    on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
+    on_cpu = _is_set("PIPEFILL_CPU_BACKEND") or "--fill-cpu-backend" in argv or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
-    if os.environ.get("PIPEFILL_HOST_P2P") == "1":
+    if _is_set("PIPEFILL_HOST_P2P"):
         names = ("host_p2p", *names)
     if "--fill-free-waits" in argv:
         names = ("free_waits", *names)
     return ("cpu_backend" if on_cpu else "wheel", *_ADDED, *names)
+
+
+def _is_set(variable: str) -> bool:
+    value = os.environ.get(variable) or "0"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{variable} is {value!r} in the environment; expected 1, or 0 or nothing for no")
+    return value == "1"
 
 
 def apply(names: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import pipefill_patches
+from megatron.fill.errors import ConfigError
 
 FUSED = ("transformer_engine", "transformer_engine.pytorch", "apex", "fused_weight_gradient_mlp_cuda")
 SOFTMAX = "scaled_masked_softmax_cuda"
@@ -99,3 +100,11 @@ def test_it_is_applied_where_the_cpu_backend_is_not(monkeypatch):
     monkeypatch.setattr(cpu_backend, "needed", lambda: False)
     assert "wheel" in pipefill_patches.defaults([])
     assert "wheel" not in pipefill_patches.defaults(["--fill-cpu-backend"])
+
+
+def test_a_variable_with_another_value_than_0_or_1_is_refused(monkeypatch):
+    for variable in ("PIPEFILL_CPU_BACKEND", "PIPEFILL_HOST_P2P"):
+        with monkeypatch.context() as here:
+            here.setenv(variable, "true")
+            with pytest.raises(ConfigError, match=f"{variable} is 'true' in the environment; expected 1"):
+                pipefill_patches.defaults(["--fill-cpu-backend"])
