@@ -68,24 +68,33 @@ class Session:
         self._announced: Path | None = None
         self._last_word = LastWord.create()  # the agent's
         traced: deque[Traced] = deque(maxlen=MOST_SAMPLES)  # of the training's own trace
-        attached.spans = None
+        attached.figures = attached.spans = None
         for module in wings.modules("rank"):
             module.attend(settings, info, traced)
         self._account = AccountWriter(self.segment.resolve(), info, bus.account, lambda: bus.waited, traced)
         self._seen = b""  # the part of this rank's record that could not be written
         if settings.serves:
-            self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(info.rank)
-            try:
-                self._announced = self.control.announce(self.run_dir, self.board.fd)
-            except OSError as error:
-                logger.warning("rank %d cannot be paused from outside: %s", info.rank, error)
-            attached.figures = self.control.ask
-            self.warden = self._start_warden(self.gate, self.board, self.control)
+            self._serve(SharedGate(), CycleBoard(), ControlPage.create(info.rank))
         try:
             self.listening = self._listen()
         except BaseException:  # the caller gets no session, and so could not end its agent
             self.close()
             raise
+
+    def _serve(self, gate: SharedGate, board: CycleBoard, control: ControlPage) -> None:
+        """Start the agent; where that is impossible, as on a full disk, this rank only measures."""
+        try:
+            self.warden = self._start_warden(gate, board, control)
+        except OSError as error:
+            rank, run_dir = self.info.rank, self.run_dir
+            logger.warning("rank %d fills nothing: its agent cannot be started in %s: %s", rank, run_dir, error)
+            return
+        self.gate, self.board, self.control = gate, board, control
+        attached.figures = control.ask
+        try:
+            self._announced = control.announce(self.run_dir, board.fd)
+        except OSError as error:
+            logger.warning("rank %d cannot be paused from outside: %s", self.info.rank, error)
 
     def _listen(self) -> HostListening | RelayedListening:
         record = rank_file(self.segment.resolve(), self.info.rank)  # absolute, since the script may change its folder

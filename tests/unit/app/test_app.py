@@ -21,12 +21,15 @@ from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.launch import Launch, _counted
 from megatron.fill.app.runfolder import check_store, new_run_folder, say_if_away, served, store_of
 from megatron.fill.app.session import Session
+from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import meter
 from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.device.port import DeviceError
 from megatron.fill.display import never_fail_to_print
 from megatron.fill.errors import ConfigError, StoreError
+from megatron.fill.pages.gate import SharedGate
+from megatron.fill.records.rank import rank_file
 from megatron.fill.sandbox.probe import Layer, SandboxSupport
 from megatron.fill.types import RankInfo
 from tests.support.flags import flags
@@ -315,9 +318,7 @@ def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkey
     ended: list[bool] = []
 
     class Failing(Session):
-        def _start_warden(self, *args: object) -> Any:
-            assert self.gate is not None
-            gate = self.gate
+        def _start_warden(self, gate: SharedGate, *_: object) -> Any:
             return SimpleNamespace(send_signal=lambda number: None, wait=lambda seconds: ended.append(gate.ended))
 
         def _listen(self) -> NoReturn:
@@ -328,6 +329,18 @@ def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkey
     with pytest.raises(DeviceError, match="the driver refuses"):
         Failing(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, sandboxing.RunSandbox())
     assert ended == [True]
+
+
+def test_a_session_whose_agent_cannot_be_started_measures_and_is_not_announced(tmp_path, caplog):
+    info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)  # and there is no folder for its agent's files
+    session = Session(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, sandboxing.RunSandbox())
+    assert attached.figures is None
+    assert not list(tmp_path.rglob("rank0.json"))
+    session.finish()
+    session.close()
+    assert "rank 0 fills nothing: its agent cannot be started" in caplog.text
+    assert session.unwritten.lost is False
+    assert rank_file(tmp_path, 0).exists()
 
 
 @pytest.mark.parametrize(
