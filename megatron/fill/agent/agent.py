@@ -281,12 +281,12 @@ class Agent:
         while not self.context.over:
             try:
                 served = seat.serve()
-                if served:
-                    self.context.ledger.write()
             except Exception:  # an error in one seat must not stop the other
                 logger.exception("%s failed", seat)
                 served = False
-            if not served:
+            if served:
+                show_or_log(self.context.ledger.write)
+            else:
                 seat.rest(_RESIDENT_LOOKS_S if seat is self.resident else _TAIL_LOOKS_S)
 
     def _settle(self) -> None:

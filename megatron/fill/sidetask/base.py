@@ -55,9 +55,12 @@ class TaskContext:
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    _written: bool = field(default=True, init=False)  # the results are in their file
 
     def report(self, **values: Any) -> None:
         """Record results (say, ``accuracy=0.97``); the last value of each name is in the report.
+
+        Where the disk is full, they are kept in memory, and written with those of the next call.
 
         Raises:
             TypeError: a value cannot be written as JSON.  (A number that is not finite becomes null.)
@@ -68,7 +71,14 @@ class TaskContext:
         if (size := len(text.encode())) > MOST_JSON_BYTES:
             raise ValueError(f"the results have {size} bytes; expected at most {MOST_JSON_BYTES}, and files for more")
         self.result = merged
-        write_text(self.directory / RESULT, text)
+        try:
+            write_text(self.directory / RESULT, text)
+        except OSError as error:
+            if self._written:
+                self.logger.warning("results cannot be written now, and are kept: %s", error)
+            self._written = False
+        else:
+            self._written = True
 
 
 class SideTask:

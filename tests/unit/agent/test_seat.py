@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent import run as run_module
-from megatron.fill.agent.agent import Seat
+from megatron.fill.agent.agent import Agent, Seat
 from megatron.fill.agent.enforcer import _LOOK_S, Enforcer
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.ranking import Resident
@@ -333,3 +333,17 @@ def test_a_folder_that_cannot_be_made_is_said(bench, monkeypatch):
     serve(bench, monkeypatch)
     assert bench.store.get(job.id).reason == "it could not be started: it has no folder; the agent's log says why"
     assert Path(bench.folder / "jobs").is_file()
+
+
+def test_a_record_that_cannot_be_written_is_no_fault_of_the_seat(caplog):
+    def full() -> None:
+        context.over = Cause.STOPPED
+        raise OSError("the disk is full")
+
+    context = SimpleNamespace(over=None, ledger=SimpleNamespace(write=full))
+    its: Any = SimpleNamespace(context=context)
+    seat: Any = SimpleNamespace(serve=lambda: True)
+    Agent._serve(its, seat)
+    [said] = caplog.records
+    assert "the disk is full" in said.message
+    assert said.exc_info is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,18 @@ def test_results_that_nobody_could_read_are_refused_where_they_are_reported(tmp_
     with pytest.raises(ValueError, match=r"results have 90000.. bytes; expected at most 8388608, and files for more"):
         context.report(weights="x" * 9_000_000)
     assert context.result == {"accuracy": 0.5}
+
+
+def test_results_that_cannot_be_written_are_kept_and_said_once(tmp_path, caplog):
+    context = TaskContext("job", tmp_path)
+    (tmp_path / "result.json").mkdir()  # as a full disk, it cannot be replaced by a file
+    for steps in (1, 2):
+        context.report(steps=steps)
+    assert context.result == {"steps": 2}
+    assert len(caplog.records) == 1
+    (tmp_path / "result.json").rmdir()
+    context.report(loss=0.5)
+    assert json.loads((tmp_path / "result.json").read_text()) == {"steps": 2, "loss": 0.5}
 
 
 def test_an_error_without_a_text_is_told_by_its_kind(tmp_path, monkeypatch):
