@@ -108,6 +108,9 @@ def make_run_folder(run_dir: Path, seen: bool = False) -> None:
         (run_dir / part).mkdir(parents=True, exist_ok=True)
     for part in set(PARTS) - {JOBS} if seen else PRIVATE:
         (run_dir / part).chmod(0o700)
+    if seen:  # with umask 0, a job could put a folder of its own in the place of one of them
+        for folder in (run_dir, run_dir / JOBS):
+            folder.chmod(folder.stat().st_mode & ~0o022)
     for stale in (run_dir / AGENTS).glob("*.json"):
         stale.unlink()
     for stale in (run_dir / CONTROL).iterdir():

@@ -137,6 +137,16 @@ def test_another_user_without_a_view_of_its_own_is_kept_out_by_modes(support, ru
     assert [name for name in found["found"] if name.split("/")[0] in ("agents", "records", "output", "locks")] == []
 
 
+def test_a_run_folder_that_jobs_see_is_not_theirs_to_write_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        make_run_folder(tmp_path / "run", seen=True)
+    finally:
+        os.umask(before)
+    folders = [tmp_path / "run", *(tmp_path / "run").iterdir()]
+    assert [folder.name for folder in folders if folder.stat().st_mode & 0o022] == []
+
+
 def test_a_place_that_is_bound_can_be_read_or_written(inside, support, tmp_path):
     needs(support, "mount")
     data, out = tmp_path / "data", tmp_path / "out"
