@@ -136,6 +136,17 @@ class JobProfile:
         return cls(configuration, nodes, float(work))
 
 
+def profiles_from_list(entries: Any) -> tuple[JobProfile, ...]:
+    """Return a job's profiles from a list of their data; ValueError if one is none, or two have one configuration."""
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"found {entries!r:.40}, which is no list of profiles")
+    found: dict[Configuration, JobProfile] = {}
+    for profile in map(JobProfile.from_dict, entries):
+        if found.setdefault(profile.configuration, profile) is not profile:
+            raise ValueError(f"two of its profiles are of {profile.configuration}")
+    return tuple(found.values())
+
+
 def _node(entry: Any) -> NodeProfile:
     name = entry["name"]
     if not isinstance(name, str):
@@ -169,15 +180,13 @@ class MeasuredJob:
         """
         if not isinstance(data, dict):
             raise ValueError(f"what was measured of a job is a {type(data).__name__}; expected an object")
-        entries, total = data.get("configurations"), data.get("total_work")
+        total = data.get("total_work")
         split, device = data.get("split", ""), data.get("device", "")
-        if not isinstance(entries, list) or not entries:
-            raise ValueError("configurations is missing; expected a list of profiles")
         if total is not None and not is_amount(total):
             raise ValueError(f"total_work is {total!r:.40}; expected null or a number of at least 0")
         if not isinstance(split, str) or not isinstance(device, str):
             raise ValueError("split or device is not text")
-        return cls(tuple(map(JobProfile.from_dict, entries)), total or None, split, device)
+        return cls(profiles_from_list(data.get("configurations")), total or None, split, device)
 
 
 @dataclass(frozen=True, slots=True)

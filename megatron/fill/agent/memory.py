@@ -15,6 +15,7 @@ from typing import Self
 from megatron.fill.agent.ending import Ending, How, NotStarted
 from megatron.fill.device.port import Limiter, WorkerDevice
 from megatron.fill.display import mib
+from megatron.fill.planner.held import why_no_memory
 from megatron.fill.profiles import BubbleCycle
 from megatron.fill.status import Cause, JobState, Status
 
@@ -55,16 +56,9 @@ class DeviceMemory:
             [self.device.free_bytes(), *(slot.free_bytes for slot in (cycle.slots if cycle is not None else ()))]
         )
         others_bytes = sum(share.unused_promise_bytes for share in self.shares.copy())
-        room_bytes = free_bytes - self.kept_bytes - others_bytes
-        if room_bytes <= 0:
-            others = f" and {mib(others_bytes)} of other jobs" if others_bytes else ""
-            margin = f"{mib(free_bytes)} free at its peak: no more than the margin of {mib(self.kept_bytes)}"
-            reason = f"the main job leaves {margin}{others}"
-        elif job_bytes is not None and room_bytes < job_bytes:
-            reason = f"it asks for {mib(job_bytes)}, and the main job leaves {mib(room_bytes)}"
-        else:
-            return room_bytes if job_bytes is None else job_bytes
-        raise NotStarted(Status(JobState.QUEUED, Cause.NO_MEMORY, reason))
+        if reason := why_no_memory(free_bytes, self.kept_bytes, job_bytes, others_bytes):
+            raise NotStarted(Status(JobState.QUEUED, Cause.NO_MEMORY, reason))
+        return free_bytes - self.kept_bytes - others_bytes if job_bytes is None else job_bytes
 
     @property
     def taken_bytes(self) -> int:

@@ -19,7 +19,7 @@ from megatron.fill.folders import PLAN
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, leftover, processing_time_s, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
-from megatron.fill.planner.search import best_plan, unit_s
+from megatron.fill.planner.search import best_plan, plan_job, unit_s
 from megatron.fill.profiles import BubbleCycle, JobProfile, MeasuredJob, cycle_from_dict
 from megatron.fill.scheduler.policies import MOST_JOBS, Policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
@@ -190,7 +190,7 @@ class Ranking:
         if not self.misfits.planned(job.id):
             return
         try:
-            best_plan(_for_job(cycle, job), self.profiles_of(job) or (), RESERVE_NS)
+            plan_job(cycle, self.profiles_of(job) or (), job.work.memory_bytes)
         except PlanError as error:
             self.misfits.note(store, job, str(error))
 

@@ -312,7 +312,7 @@ def _read_result(directory: Path) -> dict[str, Any]:
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
     """Return the job's progress, from the step log of its worker, which began at ``began_s`` (``time.monotonic``)."""
     # Before the checkpoint is loaded, the log does not include earlier work.
-    began, before = bool(log.serving_ns or log.step_count), job.progress
+    began, before = bool(log.serving_ns), job.progress  # nor while its nodes are measured
     elapsed_s, startup_s = time.monotonic() - began_s, log.serving_ns / 1e9 - began_s
     return Progress(
         work_done=log.base_work + log.work_done if began else before.work_done,

@@ -65,13 +65,19 @@ def check_writable(**paths: Path | None) -> None:
             raise ConfigError(f"--png is {path}: expected a name that ends in .png, which is all that is drawn")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            there = path.exists()
+            if (there := path.exists()) and not path.is_dir() and _is_device(path):  # a rename would replace it
+                raise ConfigError(f"--{option} {path}: is a device, a pipe or a link of /dev; expected a file")
             with path.open("ab"):
                 pass
             if not there:
                 path.unlink()
         except OSError as error:
             raise ConfigError(f"--{option} {path}: cannot be written: {error.strerror}; expected a file") from error
+
+
+def _is_device(path: Path) -> bool:
+    folder = path.parent.resolve()
+    return not path.is_file() or folder == Path("/dev") or folder.is_relative_to("/proc")
 
 
 def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:

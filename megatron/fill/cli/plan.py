@@ -19,10 +19,11 @@ from megatron.fill.cli.views import print_json
 from megatron.fill.console import console_of
 from megatron.fill.display import plain_table
 from megatron.fill.errors import ConfigError, PlanError
+from megatron.fill.linux.files import replacing
 from megatron.fill.pipeline.bubbles import bubble_cycle
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.planner.draw import DrawnJob, Panel, draw_plans
-from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, leftover, packed_ns, room_bytes
+from megatron.fill.planner.held import MARGIN_BYTES, held_cycle, leftover, packed_ns, room_bytes, why_no_memory
 from megatron.fill.profiles import BubbleCycle, JobProfile
 
 if TYPE_CHECKING:
@@ -82,19 +83,22 @@ def plan(
     """
     from megatron.fill.given.jobs import distinct, load_jobs
 
-    specs, cycles = distinct(load_jobs(jobs)), _cycles(bubbles, schedule, times, transfer_ms)
+    every = load_jobs(jobs)
+    specs, cycles = distinct(every), _cycles(bubbles, schedule, times, transfer_ms)
     if rank is not None and rank not in cycles:
         raise ConfigError(f"--rank is {rank}: expected one of {', '.join(map(str, cycles))}")
     check_writable(png=png)
     known = _known_profiles(specs, profiles, store)
     found = {spec.name: its for spec in specs if (its := _of(spec, known))}
     caps = {spec.name: spec.memory for spec in specs}
+    first = {spec.kind: spec.name for spec in specs}
+    twins = {first[spec.kind]: spec.name for spec in reversed(every) if spec.name != first[spec.kind]}
     unknown = [spec.name for spec in specs if spec.name not in found]
     rows = [
         row
         for number, cycle in cycles.items()
         if rank in (None, number)
-        for row in _plan_rank(number, held_cycle(cycle, room_bytes(cycle, int(margin_mib * 2**20))), found, caps)
+        for row in _plan_rank(number, cycle, int(margin_mib * 2**20), found, caps, twins)
     ]
     if as_json:
         print_json({"plans": [_as_dict(row) for row in rows], "without_profile": unknown})
@@ -105,7 +109,8 @@ def plan(
     fitting = [row for row in rows if row.job]
     if png and fitting:
         panels = [Panel(f"rank {row.rank}", row.cycle, row.job, row.tail) for row in fitting if row.job]
-        draw_plans(png, panels[:_PANELS])
+        with replacing(png) as temporary:
+            draw_plans(temporary, panels[:_PANELS])
         if len(panels) > _PANELS:
             typer.echo(f"{png} shows the first {_PANELS} of {len(panels)} plans; choose a rank with --rank", err=True)
     if not fitting:
@@ -157,37 +162,51 @@ def _known_profiles(
 
 
 def _plan_rank(
-    rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[JobProfile]], caps: Mapping[str, int | None]
+    rank: int,
+    cycle: BubbleCycle,
+    margin_bytes: int,
+    profiles: Mapping[str, Sequence[JobProfile]],
+    caps: Mapping[str, int | None],
+    twins: Mapping[str, str],
 ) -> list[_Row]:
     """Plan a rank's bubbles as the runtime does: with its reserve, and within the limits of a worker's memory.
 
-    These are each bubble's free memory, and the ``caps`` that jobs ask for.
+    These are each bubble's free memory less the margin, and the ``caps`` that jobs ask for.  ``twins`` has the second
+    job of each kind that has one, by the name of the first.
     """
     rows = []
+    held = held_cycle(cycle, room_bytes(cycle, margin_bytes))
     for name, its_profiles in profiles.items():
         try:
-            job = _resident(name, cycle, its_profiles, caps[name])
+            job = _planned(name, cycle, margin_bytes, its_profiles, caps[name])
         except PlanError as error:
             rows.append(_Row(rank, cycle, name, error=str(error)))
             continue
         packed = packed_ns(job.plan, job.profile) / cycle.bubble_ns
-        rest = leftover(cycle, job.plan, job.profile)
+        rest = leftover(held, job.plan, job.profile)
+        if (cap := caps[name]) is not None:  # the rest of what it was promised is not lent
+            rest = held_cycle(rest, room_bytes(held, cap))
         best: tuple[float, DrawnJob | None] = (0.0, None)
         for other in profiles:
-            if other == name:
+            if other == name and name not in twins:
                 continue
             with suppress(PlanError):
-                tail = _resident(other, rest, profiles[other], caps[other])
+                label = twins[name] if other == name else other
+                tail = _planned(label, rest, 0, profiles[other], caps[other])
                 share = packed_ns(tail.plan, tail.profile) / job.plan.cycles / cycle.bubble_ns
                 best = max(best, (share, tail), key=lambda found: found[0])
         rows.append(_Row(rank, cycle, name, job, best[1], packed, packed + best[0]))
     return rows
 
 
-def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap_bytes: int | None) -> DrawnJob:
-    from megatron.fill.planner.search import best_plan
+def _planned(
+    name: str, cycle: BubbleCycle, margin_bytes: int, profiles: Sequence[JobProfile], cap_bytes: int | None
+) -> DrawnJob:
+    from megatron.fill.planner.search import plan_job
 
-    found = best_plan(held_cycle(cycle, room_bytes(cycle, 0), cap_bytes), profiles, RESERVE_NS)
+    if cycle.slots and (reason := why_no_memory(room_bytes(cycle, 0), margin_bytes, cap_bytes)):
+        raise PlanError(reason)
+    found = plan_job(held_cycle(cycle, room_bytes(cycle, margin_bytes)), profiles, cap_bytes)
     return DrawnJob(name, found, next(its for its in profiles if its.configuration == found.configuration))
 
 

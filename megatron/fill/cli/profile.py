@@ -25,6 +25,7 @@ from megatron.fill.device.meter import default_device, fingerprint
 from megatron.fill.display import plain_table
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import PROFILE
+from megatron.fill.linux.files import write_text
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.trial.result import Options, Trial
 from megatron.fill.trial.steptimes import STEP_TIMES, KindTimes
@@ -98,7 +99,7 @@ def profile(
         _keep(store, specs, jobs_measured, where)
     profiles = {name: job.to_dict()["configurations"] for name, job in jobs_measured.items()}
     if output is not None:
-        output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
+        write_text(output, json.dumps(profiles) + "\n")
     if as_json:
         print_json(profiles)
     else:

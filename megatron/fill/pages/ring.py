@@ -42,10 +42,10 @@ _BYTES = _ENTRIES_AT + CAPACITY * _ENTRY_BYTES
 class Fact(IntEnum):
     """The kinds of facts; each comment lists the fields of ``Entry`` that it uses."""
 
-    ITERATION_STARTED = 1  # number: the iteration; free_bytes: bytes missing in the training's own memory margin
+    ITERATION_STARTED = 1  # number: the iteration; amount: bytes missing in the training's own memory margin
     ITERATION_ENDED = 2
-    CYCLE_STARTED = 3  # text: the schedule; index: microbatches; number: chunks, negative for forward only
-    BUBBLE_OPENED = 4  # text: the kind; index: place in the cycle; free_bytes: free memory announced, negative if none
+    CYCLE_STARTED = 3  # text: the schedule; index: microbatches; number: chunks, < 0: forward only; amount: group size
+    BUBBLE_OPENED = 4  # text: the kind; index: place in the cycle; amount: free memory announced, negative if none
     BUBBLE_CLOSED = 5
     COMPUTED = 6  # text: forward or backward
     DISTURBED = 7  # text: the cause
@@ -60,7 +60,7 @@ class Entry:
     fact: Fact
     index: int = 0
     number: int = 0
-    free_bytes: int = 0
+    amount: int = 0
     text: str = ""
 
 
@@ -89,7 +89,7 @@ class Ring:
         self._words[_VERSION] = _MAGIC
 
     def write(
-        self, fact: Fact, index: int = 0, number: int = 0, free_bytes: int = 0, text: str = "", *, marked: bool = True
+        self, fact: Fact, index: int = 0, number: int = 0, amount: int = 0, text: str = "", *, marked: bool = True
     ) -> None:
         """Write a fact.  If it is ``marked``, the caller puts a signal into the stream next."""
         self._begun = begun = self._begun + 1
@@ -99,7 +99,7 @@ class Ring:
         self._words[_BEGUN] = begun  # before the slot changes, so that a relay in the middle of reading it can tell
         at = _entry_at(begun)
         name = text.encode()[:_TEXT_BYTES]
-        _FIELDS.pack_into(self._map, at + _WORD_BYTES, due, fact, index, number, free_bytes, name)
+        _FIELDS.pack_into(self._map, at + _WORD_BYTES, due, fact, index, number, amount, name)
         self._words[at // _WORD_BYTES] = begun
 
     @property
@@ -166,7 +166,7 @@ class RingReader:
         while True:
             at = _entry_at(self._next)
             number = self._words[at // _WORD_BYTES]
-            due, fact, index, value, free_bytes, text = _FIELDS.unpack_from(self._map, at + _WORD_BYTES)
+            due, fact, index, value, amount, text = _FIELDS.unpack_from(self._map, at + _WORD_BYTES)
             begun = self._words[_BEGUN]
             if begun - self._next >= CAPACITY:
                 # Resume in the middle, so that the rank does not overtake again at once.
@@ -177,7 +177,7 @@ class RingReader:
             else:
                 self._next += 1
                 name = text.rstrip(b"\0").decode(errors="replace")
-                taken.append(Entry(due, Fact(fact), index, value, free_bytes, name))
+                taken.append(Entry(due, Fact(fact), index, value, amount, name))
 
 
 def _entry_at(number: int) -> int:

@@ -138,7 +138,7 @@ class StepLog:
     alone_steps = _Count(_ALONE_STEPS)
     harvested_ns = _Count(_HARVESTED)
     ready_ns = _Count(_READY)  # CLOCK_MONOTONIC when the worker called ``create``, or had its command; 0 before
-    serving_ns = _Count(_SERVING)  # CLOCK_MONOTONIC when the task first waited for a bubble; 0 before
+    serving_ns = _Count(_SERVING)  # CLOCK_MONOTONIC when the task first waited for a bubble to work in; 0 before
     resumable = _Count(_RESUMABLE)  # 1 if the task implements saving, so that it can resume elsewhere
     whole_work = _Amount(_WORK)  # part of ``work_done`` of iterations that have ended
     partial_work = _Amount(_PARTIAL_WORK)  # part of ``work_done`` of the iteration that has not ended

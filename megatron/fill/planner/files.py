@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_json
 from megatron.fill.given.problems import explain
-from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, profiles_from_list
 from megatron.fill.types import BubbleKind
 
 NOT_MEASURED = sys.maxsize  # bytes: a free memory that any job fits
@@ -64,15 +64,16 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
     return cycles
 
 
-def load_profiles(path: str | Path) -> dict[str, list[JobProfile]]:
+def load_profiles(path: str | Path) -> dict[str, tuple[JobProfile, ...]]:
     """Read each job's profiles, by name, from a file of ``pipefill profile --output``; ConfigError if it is none."""
-    data = read_json(path, "a list of profiles per job name")
+    expected = "a list of profiles per job name, one of each configuration"
+    data = read_json(path, expected)
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: found a {type(data).__name__}; expected a list of profiles per job name")
+        raise ConfigError(f"{path}: found a {type(data).__name__}; expected {expected}")
     found = {}
     for name, entries in data.items():
         try:
-            found[name] = [JobProfile.from_dict(entry) for entry in entries]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}: job {name!r}: {error}; expected a list of profiles per job name") from error
+            found[name] = profiles_from_list(entries)
+        except ValueError as error:
+            raise ConfigError(f"{path}: job {name!r}: {error}; expected {expected}") from error
     return found

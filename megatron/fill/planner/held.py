@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron.fill.display import mib
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
 
@@ -19,6 +20,21 @@ MARGIN_BYTES = 1 << 30  # device memory left for the training to grow; the defau
 def room_bytes(cycle: BubbleCycle, margin_bytes: int) -> int:
     """Return the device memory that a job may hold permanently; 0 if the training leaves no more than the margin."""
     return max(0, min((slot.free_bytes for slot in cycle.slots), default=0) - margin_bytes)
+
+
+def why_no_memory(free_bytes: int, margin_bytes: int, job_bytes: int | None, others_bytes: int = 0) -> str:
+    """Return why a worker cannot have the memory that its job asks for, None for any; empty if it can.
+
+    ``others_bytes`` were promised to other jobs, which do not hold them yet.
+    """
+    left_bytes = free_bytes - margin_bytes - others_bytes
+    if left_bytes <= 0:
+        others = f" and {mib(others_bytes)} of other jobs" if others_bytes else ""
+        margin = f"no more than the margin of {mib(margin_bytes)}{others}"
+        return f"the main job leaves {mib(free_bytes)} free at its peak: {margin}"
+    if job_bytes is not None and left_bytes < job_bytes:
+        return f"it asks for {mib(job_bytes)}, and the main job leaves {mib(left_bytes)}"
+    return ""
 
 
 def held_cycle(cycle: BubbleCycle, held_bytes: int, cap_bytes: int | None = None) -> BubbleCycle:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from megatron.fill.display import size
+from megatron.fill.display import mib, size
 from megatron.fill.errors import PlanError
-from megatron.fill.planner.held import processing_time_s
+from megatron.fill.planner.held import RESERVE_NS, held_cycle, processing_time_s, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, NodeProfile
 
@@ -45,6 +45,20 @@ def best_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: in
     if plan is None:
         raise PlanError(_why_nothing_fits(cycle, profiles, reserve_ns))
     return plan
+
+
+def plan_job(cycle: BubbleCycle, profiles: Sequence[JobProfile], job_bytes: int | None) -> ExecutionPlan:
+    """Return the ``best_plan`` of a job as the runtime makes it: with its reserve, and within its worker's memory.
+
+    That is the least memory of the cycle, or the ``job_bytes`` that the job asks for, if any and if that is less.
+
+    Raises:
+        PlanError: no configuration fits.
+    """
+    least_bytes = min((profile.memory_bytes for profile in profiles), default=0)
+    if job_bytes is not None and job_bytes < least_bytes:
+        raise PlanError(f"it asks for {mib(job_bytes)} and needs at least {mib(least_bytes)}")
+    return best_plan(held_cycle(cycle, room_bytes(cycle, 0), job_bytes), profiles, RESERVE_NS)
 
 
 def find_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int = 0) -> ExecutionPlan | None:
@@ -178,13 +192,11 @@ def _explain(cycle: BubbleCycle, profile: JobProfile, node: NodeProfile, reserve
     if node.memory_bytes > slot.free_bytes:
         too_much.append(f"{size(node.memory_bytes - slot.free_bytes)} too large")
     reserved = f" with {_ms(reserve_ns)} reserved" if reserve_ns else ""
-    reason = (
+    return (
         f"node {node.name!r} of {profile.configuration} ({_ms(node.duration_ns)}, {size(node.memory_bytes)}) is"
         f" {' and '.join(too_much)} for bubble {bubble} ({slot.kind}, {_ms(slot.duration_ns)}{reserved},"
-        f" {size(slot.free_bytes)} free), which fits it best"
+        f" room for {size(slot.free_bytes)}), which fits it best"
     )
-    most = max(slot.free_bytes for slot in cycle.slots)
-    return reason if node.memory_bytes <= most else f"{reason}; no bubble has more than {size(most)} free"
 
 
 def _ms(duration_ns: int) -> str:

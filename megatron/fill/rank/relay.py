@@ -201,19 +201,19 @@ class Relay:
         listener = self.listener
         match entry.fact:
             case Fact.BUBBLE_OPENED:
-                promised = entry.free_bytes if entry.free_bytes >= 0 else None
+                promised = entry.amount if entry.amount >= 0 else None
                 listener.bubble_opened(BubbleKind(entry.text), entry.index, now_ns, promised)
             case Fact.BUBBLE_CLOSED:
                 listener.bubble_closed(now_ns)
             case Fact.COMPUTED:
                 listener.computed(entry.text, self._last_ns, now_ns)
             case Fact.ITERATION_STARTED:
-                self.free.missing_bytes = entry.free_bytes
+                self.free.missing_bytes = entry.amount
                 listener.iteration_started(entry.number, now_ns, watched=not entry.index)
             case Fact.ITERATION_ENDED:
                 listener.iteration_ended(now_ns)
             case Fact.CYCLE_STARTED:
-                key = CycleKey(entry.text, entry.index, abs(entry.number), entry.number < 0, entry.free_bytes)
+                key = CycleKey(entry.text, entry.index, abs(entry.number), entry.number < 0, entry.amount)
                 listener.cycle_started(key, now_ns)
             case Fact.DISTURBED:
                 listener.disturbed(entry.text)

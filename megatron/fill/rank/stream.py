@@ -49,7 +49,7 @@ class StreamListener:
         self._ask_in -= 1
         if self.blocks is not None:
             self.blocks.iteration_started()
-        self._write(Fact.ITERATION_STARTED, index=not self.watching, number=iteration, free_bytes=self._missing_bytes)
+        self._write(Fact.ITERATION_STARTED, index=not self.watching, number=iteration, amount=self._missing_bytes)
         self._mark()
 
     @property
@@ -62,14 +62,14 @@ class StreamListener:
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
         chunks = -key.chunks if key.forward_only else key.chunks
-        self._write(Fact.CYCLE_STARTED, key.microbatches, chunks, free_bytes=key.group_size, text=key.schedule)
+        self._write(Fact.CYCLE_STARTED, key.microbatches, chunks, amount=key.group_size, text=key.schedule)
         self._mark()
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         self._outside = kind not in PIPELINE_KINDS
         if self._outside:
             return
-        self._write(Fact.BUBBLE_OPENED, index, free_bytes=_NOT_SAID if free_bytes is None else free_bytes, text=kind)
+        self._write(Fact.BUBBLE_OPENED, index, amount=_NOT_SAID if free_bytes is None else free_bytes, text=kind)
         self._mark()
 
     def bubble_closed(self, now_ns: int) -> None:

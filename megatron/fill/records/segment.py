@@ -193,7 +193,8 @@ def read_segments(run_dir: Path) -> list[Segment]:
     found = [_segment(records / str(number), number) for number in sorted(_numbers(records))]
     segments = [segment for segment in found if segment is not None]
     if not segments:
-        raise NoRecords(f"{records}: holds no records of a training; expected a run folder, as the training printed it")
+        what = f"{records}: holds no records of a training" if run_dir.is_dir() else f"{run_dir}: is no folder"
+        raise NoRecords(f"{what}; expected a run folder, as the training printed it")
     return segments
 
 

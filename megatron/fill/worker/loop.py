@@ -67,7 +67,8 @@ class StepLoop:
         """Run steps until the task is finished (True), or the training is over or a stop was requested (False)."""
         if self.baton is not None:
             self.baton.hold()
-        self.log.serving_ns = self.clock()
+        if not self.machine.task.context.measuring:
+            self.log.serving_ns = self.clock()
         seq = 0
         try:
             while not (self.gate.ended or self.stopping()):
@@ -209,7 +210,8 @@ class StepLoop:
         if work or node >= len(self._shares):
             return work, 0.0
         begun = self.log.partial_work if node else 0.0  # a new iteration: shares of the one before no longer count
-        return 0.0, begun + (0.0 if self.machine.task.idle else self._shares[node])
+        stays = self.machine.task.idle or self.machine.task.next_node == node  # such as at the end of the data
+        return 0.0, begun + (0.0 if stays else self._shares[node])
 
     def _await_start(self, bubble: OpenBubble) -> bool:
         """Sleep until the next step may begin; True if the bubble is still open."""

@@ -210,6 +210,7 @@ def test_progress_adds_up_over_attempts(flaky):
     log = StepLog(create_log())
     log.unit, log.base_work, log.total_work = "Bilder/ü", 10.0, 30.0
     log.step_ended(0, 10, 5.0, False)
+    log.serving_ns = 1
     progress = progress_of(job, log, time.monotonic() - 2.0)
     assert (progress.work_done, progress.total_work, progress.unit, progress.steps) == (15.0, 30.0, "Bilder/ü", 1)
     assert progress.rate == pytest.approx(2.5, rel=0.2)
@@ -219,6 +220,7 @@ def test_progress_adds_up_over_attempts(flaky):
 def test_a_worker_that_starts_has_not_undone_what_was_done(flaky):
     [job] = flaky.store.submit([NewJob("a", WORK)])
     job, log = replace(job, progress=Progress(40.0, 100.0, checkpoint_s=5.0)), StepLog(create_log())
+    log.step_ended(0, 10, 0.0, False)  # it is measured
     assert progress_of(job, log, time.monotonic()).work_done == 40
     log.serving_ns = time.monotonic_ns()  # the checkpoint could not be used: it began again
     assert progress_of(job, log, time.monotonic()).work_done == 0

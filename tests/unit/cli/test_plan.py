@@ -33,6 +33,10 @@ PROFILES = {
 }
 
 
+_LARGE = JobProfile(Configuration(8), (NodeProfile("forward", 40 * MS, 40),), 80)
+_EMBED = PROFILES["embed"][0].to_dict()
+
+
 def app() -> typer.Typer:
     application = typer.Typer()
     application.command("plan")(command.plan)
@@ -87,6 +91,13 @@ def test_the_table_fits_80_columns(files):
     assert "Without a profile: new; first run: pipefill profile jobs.yaml --output profiles.json" in output
 
 
+def test_the_second_instance_is_named_as_the_tail_job(files):
+    (files / "jobs.yaml").write_text("jobs: [{name: embed, command: embed}, {name: train, command: train, count: 3}]")
+    (files / "profiles.json").write_text(json.dumps({"train": [_LARGE.to_dict(), _EMBED]}))
+    rows = json.loads(run("--profiles", "profiles.json", "--json"))["plans"]
+    assert [(row["job"], row["tail"]) for row in rows] == [("train-0", "train-1")] * 2
+
+
 def test_json_holds_the_plans(files):
     data = json.loads(run("--profiles", "profiles.json", "--rank", "2", "--json"))
     assert data["without_profile"] == ["new"]
@@ -132,6 +143,9 @@ def test_a_picture_is_drawn(files):
     assert (files / "made" / "plan.png").exists()
     with pytest.raises(ConfigError, match=r"jobs.yaml/plan.png: cannot be written: File exists"):
         run("--profiles", "profiles.json", "--png", "jobs.yaml/plan.png")
+    (files / "link").symlink_to("/dev/null")
+    with pytest.raises(ConfigError, match="link: is a device, a pipe or a link of /dev; expected a file"):
+        run("--profiles", "profiles.json", "--png", "link")
     with pytest.raises(ConfigError, match=r"--png is plan\.pdf: expected a name that ends in \.png"):
         run("--profiles", "profiles.json", "--png", "plan.pdf")
 
@@ -167,7 +181,8 @@ def test_it_fails_if_no_job_fits_any_rank(files):
         ("profiles.json", "[]", [], "profiles.json: found a list; expected a list of profiles per job name"),
         ("profiles.json", "{", [], "profiles.json: is not JSON"),
         ("profiles.json", '{"train": [{}]}', [], "job 'train': not the profile of a job: KeyError"),
-        ("profiles.json", '{"train": 3}', [], "job 'train': .*expected a list of profiles"),
+        ("profiles.json", '{"train": 3}', [], "job 'train': found 3, which is no list of profiles; expected a list"),
+        ("profiles.json", json.dumps({"train": [_EMBED] * 2}), [], "two of its profiles are of b1; .* one of each"),
         ("unused", "", ["--rank", "1"], "--rank is 1: expected one of 0, 2"),
         ("unused", "", ["--transfer", "1"], "--transfer is 1.0: expected none with --bubbles"),
         ("unused", "", ["--schedule", "own.csv", "--bubbles", "bubbles.json"], "expected the bubbles of a training"),

@@ -136,5 +136,5 @@ def test_what_is_no_run_folder_is_one_line(pipefill, tmp_path, folder):
     status, out, err = pipefill("report", folder)
     assert (status, out) == (2, "")
     assert err.startswith("pipefill: error: ")
-    assert "holds no records of a training; expected a run folder, as the training printed it\n" in err
+    assert "; expected a run folder, as the training printed it\n" in err
     assert list(tmp_path.iterdir()) == []

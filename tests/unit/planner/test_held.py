@@ -146,7 +146,7 @@ def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_
     assert found is not None
     assert str(found.configuration) == expected
 
-    [row] = _plan_rank(0, held_cycle(ROOMY, room_bytes(ROOMY, margin_bytes)), {"job": PROFILES}, {"job": asked})
+    [row] = _plan_rank(0, ROOMY, margin_bytes, {"job": PROFILES}, {"job": asked}, {})
     assert row.job is not None
     assert str(row.job.plan.configuration) == expected
 
@@ -154,6 +154,42 @@ def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_
         kind = FillKind("job", "steps", tuple(PROFILES), 1.0)
         fit = Rates(ROOMY, [kind], RuntimeModel(margin_bytes=margin_bytes)).whole.fits["job"]
         assert str(fit.plan.configuration) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked_mib", "margin_mib", "expected"),
+    [
+        (200, 0, "it asks for 200 MiB, and the main job leaves 100 MiB"),
+        (100, 1, "it asks for 100 MiB, and the main job leaves 99 MiB"),
+        (10, 0, "it asks for 10 MiB and needs at least 20 MiB"),
+        (None, 100, "the main job leaves 100 MiB free at its peak: no more than the margin of 100 MiB"),
+        (None, 90, "10 MiB too large for bubble 0 (fill, 20.000 ms with 0.300 ms reserved, room for 10 MiB)"),
+    ],
+)
+def test_the_command_says_which_memory_is_missing(asked_mib, margin_mib, expected):
+    asked = None if asked_mib is None else asked_mib * MIB
+    [row] = _plan_rank(0, ROOMY, margin_mib * MIB, {"job": PROFILES}, {"job": asked}, {})
+    assert row.job is None
+    assert expected in row.error
+
+
+@pytest.mark.parametrize(("asked_mib", "tail_mib", "fits"), [(60, 40, True), (61, 40, False), (None, 40, True)])
+def test_a_tail_job_gets_the_memory_that_was_not_promised(asked_mib, tail_mib, fits):
+    asked = None if asked_mib is None else asked_mib * MIB
+    short = JobProfile(Configuration(1), (NodeProfile("step", 1 * MS, 20 * MIB),), 1.0)
+    profiles = {"job": [profile(1, 60)], "other": [short]}
+    caps = {"job": asked, "other": tail_mib * MIB}
+    [row, _] = _plan_rank(0, ROOMY, 0, profiles, caps, {})
+    assert row.job is not None
+    assert (row.tail is not None) == fits
+
+
+def test_the_second_instance_of_a_job_may_be_its_tail_job():
+    small = JobProfile(Configuration(1), (NodeProfile("step", 4 * MS, 0),), 1.0)
+    large = JobProfile(Configuration(8), (NodeProfile("step", 15 * MS, 0),), 8.0)
+    for twins, name in (({"job": "job-7"}, "job-7"), ({}, None)):
+        [row] = _plan_rank(0, ROOMY, 0, {"job": [small, large]}, {"job": None}, twins)
+        assert (row.tail and row.tail.name) == name
 
 
 def test_what_is_free_now_counts_where_it_is_less():

@@ -161,7 +161,7 @@ def test_wrong_json_is_refused():
             [profile_of((1_000_000, 1), (12_500_000, 1)), profile_of((99_000_000, 1), batch=2)],
             0,
             r"node 'forward 1' of b1 \(12.500 ms, 1 bytes\) is 2.500 ms too long for bubble 1 "
-            r"\(interior, 10.000 ms, 1 GiB free\), which fits it best$",
+            r"\(interior, 10.000 ms, room for 1 GiB\), which fits it best$",
         ),
         (
             cycle_of((8_000_000, GIB), (10_000_000, GIB)),
@@ -173,7 +173,7 @@ def test_wrong_json_is_refused():
             cycle_of((10_000_000, GIB), (10_000_000, GIB // 2)),
             [profile_of((1_000_000, 3 * GIB))],
             0,
-            "2 GiB too large for bubble 0 .*; no bubble has more than 1 GiB free",
+            "2 GiB too large for bubble 0 .*, room for 1 GiB",
         ),
         (
             cycle_of((1_000_000, 2 * GIB), (9_000_000, 0)),

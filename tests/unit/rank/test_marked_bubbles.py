@@ -133,4 +133,4 @@ def test_the_promise_goes_through_the_ring():
     bus.begin_iteration(1)
     own_schedule()
     entries = [entry for _ in range(20) for entry in reader.take()]
-    assert [entry.free_bytes for entry in entries if entry.fact is Fact.BUBBLE_OPENED] == [-1, GIB, -1]
+    assert [entry.amount for entry in entries if entry.fact is Fact.BUBBLE_OPENED] == [-1, GIB, -1]

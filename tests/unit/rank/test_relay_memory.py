@@ -32,7 +32,7 @@ def test_what_is_missing_of_the_training_s_margin_is_no_worker_s():
     free.look()
     assert free() == 1000
     for missing in (300, 2000, 0):
-        ring.write(Fact.ITERATION_STARTED, number=1, free_bytes=missing)
+        ring.write(Fact.ITERATION_STARTED, number=1, amount=missing)
         reads.step(0)
         assert free() == max(0, 1000 - missing)
 
@@ -41,7 +41,7 @@ def test_what_the_author_of_a_schedule_promised_is_passed_on():
     ring, listener = Ring(), Listener()
     reads = Relay(RingReader(ring.fd), listener, FreeMemory(lambda: 1))  # type: ignore[arg-type]
     for promised in (-1, 0, 5):
-        ring.write(Fact.BUBBLE_OPENED, free_bytes=promised, text="fill")
+        ring.write(Fact.BUBBLE_OPENED, amount=promised, text="fill")
         reads.step(0)
     assert listener.promised == [None, 0, 5]
 

@@ -153,7 +153,7 @@ def test_the_training_s_own_margin_is_looked_after_between_iterations_every_now_
             listener.disturbed("an evaluation")
         for _ in range(2):
             gpu.reader.wait()
-            told += [fact.free_bytes for fact in gpu.reader.take() if fact.fact is Fact.ITERATION_STARTED]
+            told += [fact.amount for fact in gpu.reader.take() if fact.fact is Fact.ITERATION_STARTED]
     assert told == [0] * 2 + [101] * 20 + [102] * 2 + [103]  # once it is known how much the training uses
     assert len(asked) == 3
 

@@ -27,11 +27,11 @@ def ends() -> tuple[Ring, RingReader]:
 def test_entries_come_in_order_and_with_their_mark(ends):
     ring, reader = ends
     ring.write(Fact.ITERATION_STARTED, number=7)
-    ring.write(Fact.BUBBLE_OPENED, 3, free_bytes=1 << 36, text="fwd-bwd")
+    ring.write(Fact.BUBBLE_OPENED, 3, amount=1 << 36, text="fwd-bwd")
     ring.write(Fact.DISTURBED, text="evaluation", marked=False)
     ring.write(Fact.BUBBLE_CLOSED)
     assert reader.take() == [Entry(1, Fact.ITERATION_STARTED, number=7)]
-    assert reader.take() == [Entry(2, Fact.BUBBLE_OPENED, 3, free_bytes=1 << 36, text="fwd-bwd")]
+    assert reader.take() == [Entry(2, Fact.BUBBLE_OPENED, 3, amount=1 << 36, text="fwd-bwd")]
     # What needs no time of its own rides on the next mark.
     assert reader.take() == [Entry(3, Fact.DISTURBED, text="evaluation"), Entry(3, Fact.BUBBLE_CLOSED)]
     assert reader.lost == 0

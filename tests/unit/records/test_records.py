@@ -400,7 +400,7 @@ def test_attempts_of_all_agents_of_a_rank_and_those_that_were_not_seen_to_end(tm
 
 
 def test_a_folder_without_segments_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FillError, match=r"run/records: holds no records of a training; expected a run folder"):
+    with pytest.raises(FillError, match=r"run: is no folder; expected a run folder"):
         read_segments(tmp_path / "run")
 
 

@@ -463,6 +463,30 @@ def test_a_look_is_no_part_of_an_iteration():
     assert bench.log.work_done == 0
 
 
+def test_a_step_that_stays_at_its_node_is_no_part_of_an_iteration():
+    class Assembling(TwoKinds):
+        def run_next_step(self) -> float:
+            super().run_next_step()
+            self.next_node = 0  # the data have ended, and parts of its file are put together
+            return 0.0
+
+    bench = two_kinds(1, 1)
+    bench.task.__class__ = Assembling
+    bench.loop.expect(profile((1, 0), (3, 0)))
+    assert bench.bubble(9)
+    assert bench.log.work_done == 0
+
+
+@pytest.mark.parametrize("measuring", [True, False])
+def test_a_task_that_is_measured_does_not_serve_yet(measuring):
+    bench = Bench(1.0)
+    bench.loop.machine.task.context.measuring = measuring
+    bench.gate.ended = True
+    bench.clock.now = 7
+    assert not bench.loop.run()
+    assert bench.log.serving_ns == (0 if measuring else 7)
+
+
 class Iterations(Scripted):
     """Nodes of a millisecond; the last of each iteration says what the iteration did."""
 

@@ -276,7 +276,7 @@ def test_a_wrong_objective_and_a_cost_without_a_price_are_refused(folder):
 
 
 def test_a_profile_that_is_none_is_refused(folder):
-    with pytest.raises(ConfigError, match="nowhere/records: holds no records of a training; expected a run folder"):
+    with pytest.raises(ConfigError, match="nowhere: is no folder; expected a run folder"):
         run("--profile", "nowhere")
     (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty/records: holds no records"):

@@ -152,7 +152,7 @@ def test_a_module_is_traced(tmp_path, monkeypatch):
     assert not lined
     assert any(its.name.startswith("left.2/") for its in graph.operators)
     for function, reason in (
-        ("nothing", "returned a NoneType; expected a function"),
+        ("nothing", "returned something of type NoneType; expected a function"),
         ("uneven", r"the inputs have first dimensions [2, 3]; expected the same"),
         ("data", "torch.export failed"),
         ("missing", "has no attribute 'missing'; expected a function"),

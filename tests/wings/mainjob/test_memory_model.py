@@ -35,6 +35,7 @@ WRONG = [
     ("gpus", 0, r"peaks\[19\].gpus is 0; expected a whole number from 1"),
     ("gpus", True, r"gpus is True; expected a whole number"),
     ("stage", 1, r"peaks\[19\].stage is 1; expected less than the 1 stages"),
+    ("peak_bytes", 953, r"peaks\[19\].peak_bytes is 953; expected bytes, of which the accounting has 288604160"),
     ("peak_bytes", "1GiB", r"peak_bytes is '1GiB'; expected a whole number from 1"),
 ]
 

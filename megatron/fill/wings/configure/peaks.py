@@ -24,6 +24,7 @@ from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
 LEAST_SAMPLES = 20
 _HELD_OUT = 5  # every so manieth
+_MOST_FACTOR = 10  # between a peak and the accounting; beyond, its unit must be another one
 _EXPECTED = 'a JSON file with a list "peaks" of flags, gpus, stage and peak_bytes'
 
 
@@ -77,7 +78,13 @@ def _peak(where: str, entry: object) -> Peak:
         raise ConfigError(f"{where}: {error}") from error
     if numbers["stage"] >= its.pp:
         raise ConfigError(f"{where}.stage is {numbers['stage']}; expected less than the {its.pp} stages")
-    return Peak(model, its, numbers["stage"], numbers["peak_bytes"])
+    peak = Peak(model, its, numbers["stage"], numbers["peak_bytes"])
+    held = peak.analytic_bytes
+    if not 1 / _MOST_FACTOR <= peak.peak_bytes / held <= _MOST_FACTOR:
+        raise ConfigError(
+            f"{where}.peak_bytes is {peak.peak_bytes}; expected bytes, of which the accounting has {held}"
+        )
+    return peak
 
 
 def laid_out(flags: Sequence[str], gpus: int) -> tuple[ModelSpec, Parallel]:

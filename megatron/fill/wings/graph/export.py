@@ -54,7 +54,7 @@ def _given(path: str) -> tuple[Any, tuple[Any, ...], int]:
     import torch
 
     if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise GraphError(f"{path}: returned a {type(returned).__name__}; {_EXPECTED}")
+        raise GraphError(f"{path}: returned something of type {type(returned).__name__}; {_EXPECTED}")
     module, inputs = returned
     tensors = isinstance(inputs, tuple) and all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in inputs)
     if not (isinstance(module, torch.nn.Module) and tensors and inputs):

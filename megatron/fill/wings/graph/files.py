@@ -19,7 +19,7 @@ from megatron.fill.wings.graph.plan import Plan, Stage
 from megatron.fill.wings.mainjob.hardware import GpuKind, Network
 from megatron.fill.wings.mainjob.parallel import Precision
 
-_MODEL, _PLAN = "a model's operators", "a plan that pipefill graph plan wrote"
+_MODEL, _PLAN = "a model's operators", "a plan of graph plan --json, or --model and --devices with a text form"
 
 
 class _Strict(BaseModel):

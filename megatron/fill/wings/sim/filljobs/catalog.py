@@ -220,10 +220,8 @@ def measured_kinds(path: str | Path) -> tuple[FillKind, ...]:
     kinds = []
     for name, profiles in found.items():
         try:
-            if not profiles:
-                raise ValueError("there is no profile")
             rate = best_rate(profiles)
         except ValueError as error:
             raise ConfigError(f"{path}: job {name!r}: {error}; expected a list of profiles per job name") from error
-        kinds.append(FillKind(name, "work", tuple(profiles), rate))
+        kinds.append(FillKind(name, "work", profiles, rate))
     return tuple(kinds)
