@@ -29,7 +29,7 @@ from packaging.version import Version
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 arguments.get_device_arch_version = lambda: 9
 arguments.is_te_min_version = lambda *_, **__: True
-utils._te_version = Version("2.9.0")
+utils._te_version = Version("2.14.0")
 utils.get_te_version = lambda: utils._te_version
 engine = types.ModuleType("transformer_engine.pytorch.optimizers")
 engine.FusedAdam = lambda master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad: None

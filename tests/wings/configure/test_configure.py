@@ -698,7 +698,7 @@ def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
 def test_flags_are_neutral_or_named_as_not_weighed():
     neutral = "--lr 1e-3 --load x --data-path a b --attention-backend flash --tensorboard-dir t --fill-jobs jobs.yaml"
     assert read_flags([*FLAGS.split(), *neutral.split()]).ignored == ()
-    counted = "--no-gradient-accumulation-fusion --moe-grouped-gemm --attention-softmax-in-fp32 --spec local"
+    counted = "--no-gradient-accumulation-fusion --moe-grouped-gemm --attention-softmax-in-fp32"
     assert read_flags([*FLAGS.split(), *counted.split()]).ignored == ()
     given = "--expert-tensor-parallel-size 1 --use-nccl-ub"
     found = read_flags([*FLAGS.split(), *given.split(), "--use-nccl-ub"])

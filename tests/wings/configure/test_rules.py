@@ -54,6 +54,21 @@ CASES = [
     ("--squared-relu", "--no-bias-gelu-fusion"),
     ("--bf16 --attention-backend local", "-attention-backend local"),
     ("--quick-geglu --disable-bias-linear --swiglu", "-swiglu"),
+    ("--spec local", "-spec local"),
+    ("--encoder-num-layers 8", "-encoder-num-layers 8"),
+    ("--encoder-seq-length 256", "-encoder-seq-length 256"),
+    ("--lr 1e-4 --min-lr 1e-3", "-min-lr 1e-3"),
+    ("--bf16 --save here --save-interval 0", "--save-interval 10"),
+    ("--glu-linear-offset 1.0", "--no-bias-gelu-fusion"),
+    ("--glu-linear-offset 1.0 --swiglu --no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
+    (f"{_EXPERTS} --moe-single-grouped-weight --use-transformer-engine-op-fuser", "--moe-grouped-gemm"),
+    (f"{_EXPERTS} --moe-single-grouped-weight --moe-grouped-gemm", "--use-transformer-engine-op-fuser"),
+    (
+        f"{_EXPERTS} --moe-single-grouped-weight --moe-grouped-gemm --use-transformer-engine-op-fuser "
+        "--fp8-format hybrid",
+        "--fp8-recipe mxfp8",
+    ),
+    (f"{_EXPERTS} --moe-single-grouped-bias --moe-grouped-gemm", "-moe-single-grouped-bias"),
     ("--mtp-num-layers 1", "--position-embedding-type rope"),
     ("--mtp-num-layers 1 --use-rotary-position-embeddings", "--position-embedding-type rope"),
     ("--batch-size 4", "-batch-size 4"),
@@ -205,6 +220,8 @@ STARTED = [
     (f"{_TWO} --num-distributed-optimizer-instances 2 --eval-micro-batch-size 2 --eval-global-batch-size 8", 2),
     ("--hierarchical-context-parallel-sizes 2 1 --context-parallel-size 2", 1),
     ("--cuda-graph-impl local --cuda-graph-modules mlp --recompute-activations", 1),
+    ("--lr 1e-4 --min-lr 1e-4 --save-interval 0 --glu-linear-offset 0", 1),
+    ("--glu-linear-offset 1.0 --quick-geglu --no-bias-gelu-fusion", 1),
 ]
 
 

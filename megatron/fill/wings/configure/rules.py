@@ -74,6 +74,8 @@ _ATTENTION_PART, _MLP_PART, _MOE_PART, _ROUTER_PART, _PREPROCESS_PART = (
     f"--cuda-graph-modules {its}|--cuda-graph-scope {its}"
     for its in ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
 )
+_BERT = "--bert-no-binary-head|--tokenizer-type BertWordPieceLowerCase|--tokenizer-type BertWordPieceCase"
+_OFFSET = "--glu-linear-offset other than 0"
 _TIERED = "--hierarchical-context-parallel-sizes"
 _INSTANCES = "--num-distributed-optimizer-instances"
 STAGES_FIRST = "--use-tp-pp-dp-mapping"
@@ -98,6 +100,15 @@ _TABLE = f"""
     When bias_activation_fusion is True, activation function should be either gelu, swiglu, or quick_geglu
 --attention-backend local WITHOUT --spec local
     --attention-backend local is only supported with --spec local
+--spec local WITHOUT {_BERT}
+    not enough values to unpack (expected 2, got 1); only BERT's script knows local
+--encoder-num-layers AND --num-layers
+    cannot have both num-layers and encoder-num-layers specified
+--encoder-seq-length AND --seq-length
+{_OFFSET} AND --swiglu WITHOUT --no-bias-swiglu-fusion
+    When bias_activation_fusion is True and glu_linear_offset is non-zero, activation function must be quick_gelu.
+{_OFFSET} WITHOUT --quick-geglu|--swiglu|--no-bias-gelu-fusion|--disable-bias-linear
+    When bias_activation_fusion is True and glu_linear_offset is non-zero, activation function must be quick_gelu.
 --mtp-num-layers WITHOUT --position-embedding-type rope|--position-embedding-type none
     The supported position embedding types are rope and none.
 --no-position-embedding WITHOUT --position-embedding-type rope|--use-rotary-position-embeddings
@@ -182,6 +193,15 @@ _TABLE = f"""
     Only support fusion of swiglu and quick_gelu
 --num-experts AND --moe-grouped-gemm WITHOUT --disable-bias-linear|--no-bias-dropout-fusion
     bias_dropout_fusion is not supported in TEGroupedMLP when add_bias_linear=True
+--moe-single-grouped-weight|--moe-single-grouped-bias WITHOUT --moe-grouped-gemm
+    moe_single_grouped_weight and moe_single_grouped_bias require moe_grouped_gemm=True.
+--moe-single-grouped-weight WITHOUT --use-transformer-engine-op-fuser
+    moe_single_grouped_weight requires use_transformer_engine_op_fuser=True.
+--moe-single-grouped-weight AND --fp8-format WITHOUT --fp8-recipe mxfp8
+    moe_single_grouped_weight is currently supported with high-precision primary weights, fp8_recipe='mxfp8', or
+    fp4_recipe='nvfp4'.
+--moe-single-grouped-bias AND --disable-bias-linear
+    moe_single_grouped_bias requires add_bias_linear=True.
 --moe-ffn-hidden-size WITHOUT --num-experts
     moe_ffn_hidden_size is set but num_moe_experts is None.
 --moe-router-group-topk WITHOUT --num-experts
@@ -375,12 +395,22 @@ def _numbers_problem(values: Mapping[str, list[str] | None]) -> str:
             f"--moe-router-num-groups is {groups}; expected a divisor of --num-experts, {experts}, and at least "
             f"--moe-router-group-topk, {chosen}"
         )
+    rates, intervals = _numbers(values, "--lr"), _numbers(values, "--save-interval")
+    for least in _numbers(values, "--min-lr") or [0.0]:
+        if rates and least > rates[0]:
+            return f"--lr is {rates[0]:g}; expected at least --min-lr, {least:g}"
+    if "--save" in values and intervals and intervals[0] <= 0:
+        return f"--save-interval is {intervals[0]:g}; expected a number above 0 with --save"
     return ""
 
 
 def _sizes(values: Mapping[str, list[str] | None], flag: str) -> list[int]:
     """Return the whole numbers that a flag is given."""
     return [int(its) for its in values.get(flag) or ()]
+
+
+def _numbers(values: Mapping[str, list[str] | None], flag: str) -> list[float]:
+    return [float(its) for its in values.get(flag) or ()]
 
 
 def _facts(values: Mapping[str, list[str] | None]) -> set[str]:
@@ -390,6 +420,8 @@ def _facts(values: Mapping[str, list[str] | None]) -> set[str]:
     for kind in ("attention", "hidden"):
         if float((values.get(f"--{kind}-dropout") or ["0.1"])[0]):
             found.add(f"--{kind}-dropout above 0")
+    if any(_numbers(values, "--glu-linear-offset")):
+        found.add(_OFFSET)
     if "--num-experts" not in values or re.search(r"\b0\b", " ".join(values.get("--moe-layer-freq") or ())):
         found.add(_DENSE)
     parts = values.get("--cuda-graph-modules") or values.get("--cuda-graph-scope") or ["full"]
