@@ -96,6 +96,15 @@ def test_the_rate_and_its_daily_cycle(daily):
     assert noon == pytest.approx(0.25 + daily * 0.2251, rel=0.06)
 
 
+def test_a_kind_that_is_slow_in_bubbles_takes_more_of_a_device():
+    # In 100 ms with a bubble of 95, ``fast`` does 0.09 of its rate alone, and the other one node of 60 ms: 0.06.
+    long = kind("long", profile(1, 60, 4))
+    exact, group = RuntimeModel(reserve_ns=0), GROUPS[:1]
+    done = [fill_capacity(group, [its], runtime=exact) / 3 for its in (FAST, long)]
+    capacity = fill_capacity(group, [FAST, long], {"fast": 3.0, "long": 1.0}, exact)
+    assert capacity == pytest.approx(3 / (0.75 / done[0] + 0.25 / done[1]))
+
+
 def test_load_is_a_share_of_what_the_fleet_can_do():
     exact = RuntimeModel(reserve_ns=0)
     # Group a does 9 nodes a second, of 100 alone; b does 5; nothing fits c.
@@ -105,6 +114,8 @@ def test_load_is_a_share_of_what_the_fleet_can_do():
     generator = Generator(load=0.8, kinds={"fast": 1.0}, median_s=5.0, sigma=0.5)
     sizes_s = sum(job.work / RATES[job.kind] for job in generate(generator, KINDS, 1e5, GROUPS))
     assert sizes_s / 1e5 == pytest.approx(0.8 * fill_capacity(GROUPS, KINDS, {"fast": 1.0}), rel=0.08)
+    half = generate(generator, KINDS, 1e5, GROUPS, RuntimeModel(harvest=0.5))
+    assert len(half) == pytest.approx(len(generate(generator, KINDS, 1e5, GROUPS)) / 2, rel=0.08)
     with pytest.raises(ValueError, match="load: no kind fits"):
         generate(Generator(load=0.8, kinds={"slow": 1.0}), KINDS, 1e5, GROUPS)
 

@@ -152,7 +152,7 @@ def _fill(
         return jobs_from_file(folder / fill.jobs, kinds, fill.size)
     groups = [group for run in runs for group in run.groups]
     if fill.generate is not None:
-        return kinds, generate(fill.generate, kinds, config.duration, groups)
+        return kinds, generate(fill.generate, kinds, config.duration, groups, config.runtime.model())
     devices = sum(group.count for group in groups)
     return kinds, jobs_without_end(kinds, devices, config.duration)
 

@@ -89,12 +89,17 @@ class Generator:
 
 
 def generate(
-    generator: Generator, kinds: Sequence[FillKind], duration_s: float, groups: Sequence[DeviceGroup] = ()
+    generator: Generator,
+    kinds: Sequence[FillKind],
+    duration_s: float,
+    groups: Sequence[DeviceGroup] = (),
+    runtime: RuntimeModel | None = None,
 ) -> tuple[SimJob, ...]:
     """Generate the jobs of the first ``duration_s``, by arrival; the same seed gives the same jobs.
 
     Args:
         groups: groups of devices that ``load`` refers to.
+        runtime: their overheads.
 
     Raises:
         ValueError: a kind does not exist, ``load`` is set and no kind fits the devices, or there are too many jobs.
@@ -102,7 +107,7 @@ def generate(
     names, shares = _shares(generator, kinds)
     rates = {kind.name: kind.alone_rate for kind in kinds}
     random = np.random.default_rng(generator.seed)
-    number = _count(generator, kinds, duration_s, groups, random)
+    number = _count(generator, kinds, duration_s, groups, runtime, random)
     if number > _MOST_JOBS:
         raise ValueError(f"fill.generate makes {number} jobs; expected at most {_MOST_JOBS}")
     arrivals = np.sort(_arrivals(generator, number, duration_s, random))
@@ -134,7 +139,8 @@ def fill_capacity(
 ) -> float:
     """Estimated capacity of a fleet's resident seats, in seconds on idle devices per second.
 
-    A device counts with the weighted mean, over the kinds that fit it, of the rate there relative to the rate alone.
+    A device counts with the weighted harmonic mean, over the kinds that fit it, of the rate there relative to the rate
+    alone: jobs of all kinds are equally large, so a slow kind takes a larger share of its time.
     """
     runtime = runtime or RuntimeModel()
     total = 0.0
@@ -148,8 +154,8 @@ def fill_capacity(
                 if kind.name in rates.whole.fits
             ]
             weight = sum(its for its, _, _ in fits)
-            done = sum(its * rates.resident_rate(fit) / kind.alone_rate for its, kind, fit in fits)
-            known[group.cycle] = done / weight if weight else 0.0
+            takes = sum(its * kind.alone_rate / rates.resident_rate(fit) for its, kind, fit in fits)
+            known[group.cycle] = weight / takes if weight else 0.0
         total += group.count * known[group.cycle]
     return total
 
@@ -169,6 +175,7 @@ def _count(
     kinds: Sequence[FillKind],
     duration_s: float,
     groups: Sequence[DeviceGroup],
+    runtime: RuntimeModel | None,
     random: np.random.Generator,
 ) -> int:
     if generator.jobs is not None:
@@ -176,7 +183,7 @@ def _count(
     if generator.per_hour is not None:
         per_s = generator.per_hour / 3600
     else:
-        capacity = fill_capacity(groups, kinds, generator.kinds or None)
+        capacity = fill_capacity(groups, kinds, generator.kinds or None, runtime)
         if not capacity:
             raise ValueError("load: no kind fits the bubbles of any device; expected one that does")
         assert generator.load is not None
