@@ -56,7 +56,7 @@ def plan_job(cycle: BubbleCycle, profiles: Sequence[JobProfile], job_bytes: int 
         PlanError: no configuration fits.
     """
     least_bytes = min((profile.memory_bytes for profile in profiles), default=0)
-    if job_bytes is not None and job_bytes < least_bytes:
+    if cycle.slots and job_bytes is not None and job_bytes < least_bytes:
         raise PlanError(f"it asks for {mib(job_bytes)} and needs at least {mib(least_bytes)}")
     return best_plan(held_cycle(cycle, room_bytes(cycle, 0), job_bytes), profiles, RESERVE_NS)
 
