@@ -105,6 +105,11 @@ def test_a_model_of_a_yaml_file():
             "towers.yaml: towers: operator join takes video, which is not an operator",
         ),
         ("{name: audio,", "{name: audio, inputs: [join],", "towers.yaml: towers: has the cycle"),
+        (
+            "forward_s: 1e-3",
+            "forward_s: 1e300",
+            "operator audio: forward_s is 1e+300; expected a number from 0 to 1e+24",
+        ),
         ("name: vision", "name: a b", "towers.yaml: operator 'a b': expected a name without spaces and colons"),
     ],
 )

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from math import isfinite
 from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -15,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from megatron.fill.errors import GraphError
 from megatron.fill.given.quantities import no_switch, parse_bytes
 
+_MOST = 1e24  # of any cost: their sums over a batch stay finite
 _NAME = re.compile(r"[^\s:]+")
 Number = Annotated[float, BeforeValidator(no_switch), Field(ge=0, allow_inf_nan=False)]  # checked in a file
 Size = Annotated[Number, BeforeValidator(lambda its: parse_bytes(its) if isinstance(its, str) else its)]
@@ -45,8 +45,10 @@ class Operator:
             raise GraphError(f"operator {self.name!r}: expected a name without spaces and colons")
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not (isfinite(value) and value >= 0):
-                raise GraphError(f"operator {self.name}: {field.name} is {value}; expected a number, not negative")
+            if isinstance(value, int | float) and not 0 <= value <= _MOST:
+                raise GraphError(
+                    f"operator {self.name}: {field.name} is {value}; expected a number from 0 to {_MOST:g}"
+                )
         if self.backward_s is not None and self.forward_s is None:
             raise GraphError(f"operator {self.name}: has backward_s; expected forward_s beside it")
         if self.forward_s is not None and (self.forward_flops or self.backward_flops is not None):
