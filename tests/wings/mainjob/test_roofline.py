@@ -19,7 +19,8 @@ ITS = Parallel(pp=1, microbatch=2, global_batch=2)
 
 
 def cost(model=LARGE, its=ITS, layers=4, is_last=False, exchange=0.0):
-    return stage_cost(model, A100, its, 0.5, layers, is_last, exchange, exchange)
+    later = model.predicted if is_last else 0
+    return stage_cost(model, A100, its, 0.5, layers, is_last, exchange, exchange, later=later)
 
 
 def test_products_take_their_operations_and_small_ones_their_traffic():
@@ -206,7 +207,8 @@ def test_blocks_of_recomputation_begin_with_layers_without_experts_and_end_befor
     """Of three layers that are computed again, two have no experts here, so one of four with experts is."""
 
     def backward_ns(its, layers, is_last=False, before=0, model=LARGE):
-        return kind(model, A100, its, 0.5, layers, is_last, 1e-3, 1e-3, before).backward_ns
+        later = model.predicted if is_last else 0
+        return kind(model, A100, its, 0.5, layers, is_last, 1e-3, 1e-3, before, later).backward_ns
 
     block = replace(ITS, recompute=Recompute.FULL, recomputed=3)
     forward_ns = kind(LARGE, A100, ITS, 0.5, 4, False, 1e-3, 1e-3).forward_ns / 4
