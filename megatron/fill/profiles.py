@@ -186,7 +186,11 @@ class MeasuredJob:
             raise ValueError(f"total_work is {total!r:.40}; expected null or a number of at least 0")
         if not isinstance(split, str) or not isinstance(device, str):
             raise ValueError("split or device is not text")
-        return cls(profiles_from_list(data.get("configurations")), total or None, split, device)
+        try:
+            profiles = profiles_from_list(data.get("configurations"))
+        except ValueError as error:
+            raise ValueError(f"configurations: {error}") from error
+        return cls(profiles, total or None, split, device)
 
 
 @dataclass(frozen=True, slots=True)

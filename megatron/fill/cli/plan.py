@@ -183,9 +183,7 @@ def _plan_rank(
             rows.append(_Row(rank, cycle, name, error=str(error)))
             continue
         packed = packed_ns(job.plan, job.profile) / cycle.bubble_ns
-        rest = leftover(held, job.plan, job.profile)
-        if (cap := caps[name]) is not None:  # the rest of what it was promised is not lent
-            rest = held_cycle(rest, room_bytes(held, cap))
+        rest = leftover(held, job.plan, job.profile, caps[name])
         best: tuple[float, DrawnJob | None] = (0.0, None)
         for other in profiles:
             if other == name and name not in twins:

@@ -46,13 +46,17 @@ def held_cycle(cycle: BubbleCycle, held_bytes: int, cap_bytes: int | None = None
     return BubbleCycle(cycle.period_ns, tuple(replace(slot, free_bytes=free_bytes) for slot in cycle.slots))
 
 
-def leftover(cycle: BubbleCycle, plan: ExecutionPlan, profile: JobProfile) -> BubbleCycle:
+def leftover(
+    cycle: BubbleCycle, plan: ExecutionPlan, profile: JobProfile, promised_bytes: int | None = None
+) -> BubbleCycle:
     """Return the tails that a plan of this cycle leaves, as a bubble cycle from which ``best_plan`` plans another job.
 
     The rest of a bubble differs from cycle to cycle until the plan repeats, so the result spans all cycles of the plan
     and is exact: the minimum over the cycles would waste most of the time, and the mean would promise time that is not
-    there.  A resident job keeps its memory between its nodes, so its peak memory is subtracted from every bubble.
+    there.  A resident job keeps its memory between its nodes, so its peak memory is subtracted from every bubble, or
+    ``promised_bytes``, if it asked for that amount.
     """
+    taken_bytes = profile.memory_bytes if promised_bytes is None else promised_bytes
     taken_ns = {
         (chunk.cycle, chunk.bubble): plan.reserve_ns + duration_ns
         for chunk, duration_ns in zip(plan.chunks(), plan.durations_ns(profile), strict=True)
@@ -61,7 +65,7 @@ def leftover(cycle: BubbleCycle, plan: ExecutionPlan, profile: JobProfile) -> Bu
         BubbleSlot(
             slot.kind,
             slot.duration_ns - taken_ns.get((number, bubble), 0),
-            max(0, slot.free_bytes - profile.memory_bytes),
+            max(0, slot.free_bytes - taken_bytes),
         )
         for number in range(plan.cycles)
         for bubble, slot in enumerate(cycle.slots)

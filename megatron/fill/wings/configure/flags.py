@@ -223,7 +223,8 @@ def read_flags(tokens: Sequence[str], ran: bool = False, own: Collection[str] = 
 def _optimizer_bytes(given: Sequence[tuple[str, list[str] | None]], precision: Precision) -> int:
     """Return the bytes per parameter of a precision-aware optimizer's state (Megatron-core 0.19, ``OptimizerConfig``).
 
-    It keeps weights that bf16 ones stand for by the 16 bits that those lack, where Transformer Engine keeps them.
+    Transformer Engine keeps a single-precision copy of bf16 weights as the 16 bits that those lack; with 8-bit recipes
+    but delayed scaling, Megatron keeps all 32.
     """
     values = {flag: " ".join(value or ()) for flag, value in given}
     main, recipe = values.get("--main-params-dtype", "fp32"), values.get("--fp8-recipe", "delayed")
@@ -316,8 +317,7 @@ def _by_layer(text: str) -> list[int]:
 
 
 def _stage_layers(text: str) -> tuple[tuple[int, ...], int, int | None]:
-    """Return the layers of each virtual stage, in order, as a layout in letters has them; the number of ``m``, and
-    their virtual stage, None for the last.
+    """Return the layers of each virtual stage, the number of ``m``, and their virtual stage, None for the last.
 
     ``|`` ends a stage, ``t`` is a layer, ``E`` the embedding, ``L`` the loss, and ``m`` before it predicts a later
     token; ``x*n`` and ``(...)*n`` repeat, commas are for the eye (Megatron-core 0.19,

@@ -38,7 +38,8 @@ _REFUSED = {
 _NEUTRAL = re.compile(
     "--(?:"
     # the model, its numbers and its precision, as far as they are counted
-    "bf16|fp16|grad-reduce-in-bf16|use-precision-aware-optimizer|(?:main-grads|main-params|exp-avg|exp-avg-sq)-dtype|swiglu|quick-geglu|normalization|apply-layernorm-1p|"
+    "bf16|fp16|grad-reduce-in-bf16|use-precision-aware-optimizer|(?:main-grads|main-params|exp-avg|exp-avg-sq)-dtype|"
+    "swiglu|quick-geglu|normalization|apply-layernorm-1p|"
     "untie-embeddings-and-output-weights|position-embedding-type|no-position-embedding|use-rotary-position-embeddings|"
     "transformer-impl|attention-backend|use-flash-attn|deterministic-mode|no-create-attention-mask-in-dataloader|"
     "defer-embedding-wgrad-compute|wgrad-deferral-limit|cross-entropy-loss-fusion|cross-entropy-fusion-impl|"

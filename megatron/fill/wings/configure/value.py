@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron.fill.models import MODELS
 from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
-from megatron.fill.planner.search import find_plan
 from megatron.fill.profiles import BubbleCycle
 from megatron.fill.wings.configure.search import Proposal
 from megatron.fill.wings.mainjob.hardware import GpuKind
@@ -62,14 +61,10 @@ def valued(proposal: Proposal, kinds: Sequence[FillKind]) -> Valued:
 
 def gpus_worth(cycle: BubbleCycle, kinds: Sequence[FillKind]) -> float:
     """The share of a GPU of its own that one GPU's bubbles are worth, packed by the kind that does most there."""
-    most_bytes = room_bytes(cycle, MARGIN_BYTES)
-    if not cycle.slots:
+    held = held_cycle(cycle, room_bytes(cycle, MARGIN_BYTES))
+    if not held.slots:
         return 0.0
-    plans = [
-        (kind, find_plan(held_cycle(cycle, most_bytes, kind.memory_bytes), kind.profiles, RESERVE_NS))
-        for kind in kinds
-        if (kind.memory_bytes or 0) <= most_bytes
-    ]
+    plans = [(kind, kind.plan(held, RESERVE_NS)) for kind in kinds]
     return max(
         (plan.work_per_cycle / (cycle.period_ns / 1e9) / kind.alone_rate for kind, plan in plans if plan), default=0.0
     )

@@ -146,14 +146,13 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int, d
     found: list[Pass] = []
     held = its.held(rank)
     for virtual in held:
-        later = its.later_stage == virtual
-        alike = found and not later and (layers[virtual], dense[virtual]) == (layers[held[1]], dense[held[1]])
-        if len(found) > 1 and virtual != last and alike:
+        predicts = its.predicts(virtual)
+        alike = found and (layers[virtual], dense[virtual]) == (layers[held[1]], dense[held[1]])
+        if len(found) > 1 and virtual != last and not predicts and alike:
             found.append(found[1])
         else:
             counts = layers[virtual] - dense[virtual], dense[virtual]
-            apart = None if its.later_stage in (None, last) else later
-            found.append(_pass(parts, counts, virtual == 0, virtual == last, several, its.recomputed, apart))
+            found.append(_pass(parts, counts, virtual == 0, virtual == last, predicts, several, its.recomputed))
     return found
 
 
@@ -162,21 +161,19 @@ def _pass(
     layers: tuple[int, int],
     first: bool,
     last: bool,
+    predicts: bool,
     several: bool,
     again: int | None,
-    apart: bool | None,
 ) -> Pass:
     """Return the memory of a pass on a virtual stage.
 
     Args:
         layers: number of its layers that are as the last one, and of those without experts, which come before them.
+        predicts: True if it has the layers that predict later tokens, whose outputs pass on with its own.
         several: True for more than one microbatch.
         again: number of its first layers that are as ``parts`` has them, while others are as ``parts.plain`` has them,
             if there is that.
-        apart: True if the stage has the layers that predict later tokens and is not the last, False if another has;
-            None if the last one has them.
     """
-    predicts = last if apart is None else apart
     ends = first or last or predicts
     alike, bare = _of_layers(parts, ends)
     runs = [(layers[1], bare), (layers[0], alike)]
@@ -198,7 +195,7 @@ def _pass(
         for _ in range(parts.predicted):
             peak = max(peak, kept + max(later.peak_bytes, parts.embedding_work) + parts.tied * last)
             kept += later.kept_bytes
-    received, sent = (1 + parts.predicted if its else 1 for its in (apart, last and apart is False))
+    received, sent = (1 + parts.predicted * its for its in (predicts, last and not predicts))
     if last:
         # The previous microbatch is released only after the loss.
         before = parts.passed * sent if several and not first else 0.0
@@ -275,8 +272,8 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
         weights = whole * precision.weight_bytes + (parameters - whole) * model.kernels.fp8_copies
     # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
     # activations.
-    kept = min(12, precision.optimizer_bytes) if its.optimizer_bytes is None else its.optimizer_bytes
-    step = divided * max(0, precision.optimizer_bytes - 12) if its.optimizer_bytes is None else 0.0
+    kept = min(12, its.state_bytes)
+    step = divided * (its.state_bytes - kept)
     peak += _deferred_bytes(model, its, rank) + _stand_in_bytes(model, its, rank)
     return StageMemory(
         weights_bytes=round(weights),

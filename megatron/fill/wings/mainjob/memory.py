@@ -150,12 +150,10 @@ def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_by
         activations_bytes: peak of the activations kept there, as from ``pipeline.bubbles.peak_activation_bytes``.
     """
     parameters = stage_parameters(model, parallel, rank)
-    precision, state_bytes = parallel.precision, parallel.optimizer_bytes
-    if state_bytes is None:
-        state_bytes = precision.optimizer_bytes
+    precision = parallel.precision
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
-        optimizer_bytes=round(optimizer_parameters(model, parallel, rank) * state_bytes),
+        optimizer_bytes=round(optimizer_parameters(model, parallel, rank) * parallel.state_bytes),
         activations_bytes=activations_bytes + working_bytes(model, parallel),
     )

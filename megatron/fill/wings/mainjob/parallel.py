@@ -144,10 +144,18 @@ class Parallel:
         """The rank of each virtual stage, along the model: ``0 1 0 1`` in Megatron's schedules, ``0 1 1 0`` in a V."""
         return placement_of(self.schedule, self.pp, self.microbatches, self.chunks)
 
+    @property
+    def state_bytes(self) -> int:
+        """The optimizer's bytes per parameter, those that only exist in its step included."""
+        return self.precision.optimizer_bytes if self.optimizer_bytes is None else self.optimizer_bytes
+
+    def predicts(self, virtual: int) -> bool:
+        """Return True if a virtual stage has the layers that predict later tokens, if the model has some."""
+        return virtual == (self.pp * self.chunks - 1 if self.later_stage is None else self.later_stage)
+
     def later(self, model: ModelSpec, virtual: int) -> int:
         """Return the number of layers on a virtual stage that predict later tokens."""
-        its = self.pp * self.chunks - 1 if self.later_stage is None else self.later_stage
-        return model.predicted if virtual == its else 0
+        return model.predicted if self.predicts(virtual) else 0
 
     def held(self, rank: int) -> tuple[int, ...]:
         """The virtual stages of a rank, in order."""

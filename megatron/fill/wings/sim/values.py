@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
-from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS
+from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
+from megatron.fill.planner.plan import ExecutionPlan
+from megatron.fill.planner.search import find_plan
 from megatron.fill.profiles import BubbleCycle, JobProfile
 from megatron.fill.types import JobState
 
@@ -49,6 +51,13 @@ class FillKind:
             raise ValueError(f"kind {self.name!r} has no profile; expected one for at least one configuration")
         if not 0 < self.alone_rate < inf:
             raise ValueError(f"kind {self.name!r}: alone_rate is {self.alone_rate}; expected a number above 0")
+
+    def plan(self, cycle: BubbleCycle, reserve_ns: int) -> ExecutionPlan | None:
+        """Return its jobs' best plan in a cycle; None if no configuration fits, or if they ask for more memory."""
+        most_bytes = room_bytes(cycle, 0)
+        if self.memory_bytes is not None and self.memory_bytes > most_bytes:
+            return None
+        return find_plan(held_cycle(cycle, most_bytes, self.memory_bytes), self.profiles, reserve_ns)
 
 
 @dataclass(frozen=True, slots=True)

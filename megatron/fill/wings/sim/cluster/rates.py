@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron.fill.planner.held import held_cycle, leftover, processing_time_s, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
-from megatron.fill.planner.search import find_plan, lay
+from megatron.fill.planner.search import lay
 from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 
@@ -91,20 +91,15 @@ class Rates:
 
     def _leftover(self, resident: Fit) -> BubbleCycle:
         if resident not in self._leftovers:
-            rest = leftover(self.cycle, resident.plan, resident.profile)
-            self._leftovers[resident] = _less_memory(rest, resident.memory_bytes - resident.profile.memory_bytes)
+            self._leftovers[resident] = leftover(self.cycle, resident.plan, resident.profile, resident.memory_bytes)
         return self._leftovers[resident]
 
     def _offer(self, cycle: BubbleCycle, tail: bool) -> Offer:
         fits, most_bytes = [], room_bytes(cycle, 0)
         for kind in self._kinds:
-            asked_bytes = kind.memory_bytes
-            if asked_bytes is None and tail:
-                asked_bytes = min(profile.memory_bytes for profile in kind.profiles)
-            if asked_bytes is not None and asked_bytes > most_bytes:
+            if tail and min(profile.memory_bytes for profile in kind.profiles) > most_bytes:
                 continue
-            its_cycle = held_cycle(cycle, most_bytes, kind.memory_bytes)
-            plan = find_plan(its_cycle, kind.profiles, self._runtime.reserve_ns)
+            plan = kind.plan(cycle, self._runtime.reserve_ns)
             if plan is None:
                 continue
             unit_s = processing_time_s(cycle, plan, 1.0)

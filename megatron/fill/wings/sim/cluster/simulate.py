@@ -76,8 +76,8 @@ class Cluster:
         self.mains, self.groups, self.devices = inventory(scenario)
         self._alone_rates = {kind.name: kind.alone_rate for kind in scenario.kinds}
         self._succeeded: set[int] = set()  # ids of the jobs that have succeeded
-        self._waits: dict[int, set[int]] = {}  # by number of a job that has arrived: ids that have to succeed first
-        self._heirs: dict[int, list[int]] = {}  # by id: the jobs in ``_waits`` that wait for it
+        self._missing: dict[int, set[int]] = {}  # prerequisites yet to succeed, by number of a job that has arrived
+        self._dependents: dict[int, list[int]] = {}  # numbers of the jobs that they are missing to, by their id
         self.usage = Usage()
         policy = parse_policy(scenario.policy)
         self._weighs_users = not policy.steady
@@ -122,9 +122,9 @@ class Cluster:
         if job.kind not in self.fitting:
             self.jobs[number].state = JobState.FAILED
         elif firsts := set(job.after) - self._succeeded:
-            self._waits[number] = firsts
+            self._missing[number] = firsts
             for first in firsts:
-                self._heirs.setdefault(first, []).append(number)
+                self._dependents.setdefault(first, []).append(number)
         else:
             self._enqueue(number)
         return True
@@ -290,9 +290,9 @@ class Cluster:
         if kept >= attempt.work:
             entry.state, entry.ended_s = JobState.SUCCEEDED, self.now_s
             self._succeeded.add(entry.id)
-            for number in self._heirs.pop(entry.id, ()):
-                self._waits[number].remove(entry.id)
-                if not self._waits[number]:
+            for number in self._dependents.pop(entry.id, ()):
+                self._missing[number].remove(entry.id)
+                if not self._missing[number]:
                     self._enqueue(number)
         else:
             self._enqueue(attempt.job)

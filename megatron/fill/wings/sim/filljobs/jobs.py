@@ -81,10 +81,9 @@ def jobs_from_store(
 ) -> tuple[tuple[FillKind, ...], tuple[SimJob, ...]]:
     """Read the jobs of a store, and the kinds that their stored profiles make; a warning names each that is left out.
 
-    Jobs that share a profile are of one kind, named after the first of them.  Without
-    ``replay``, the result is the unfinished jobs: all wait at the start, in the order of their submission, with their
-    remaining work.  With it, the result is all jobs that were not cancelled, with all their work, at their times of
-    submission relative to the first.
+    Jobs that share a profile are of one kind, named after the first of them.  Without ``replay``, the result is the
+    unfinished jobs: all wait at the start, in the order of their submission, with their remaining work.  With it, the
+    result is all jobs that were not cancelled, with all their work, at their times of submission relative to the first.
 
     Args:
         fingerprint: fingerprint of the device on which the profiles were measured (``megatron.fill.device.meter``).
@@ -155,14 +154,17 @@ class _StoreReader:
         """Make the jobs wait for their prerequisites that have yet to succeed; leave out those that can never begin."""
         states = self._store.states({name for names in self._after.values() for name in names})
         done = {name for name, state in states.items() if state is JobState.SUCCEEDED}
-        ids: dict[str, list[int]] = {}
-        stuck: dict[int, str] | None = None  # names of prerequisites, by id
-        while stuck or stuck is None:
-            ids = {job.name: [] for job in self.jobs}
-            stuck = {job.id: name for job in self.jobs for name in self._after[job.id] if name not in done | ids.keys()}
-            named = {job.id: job.name for job in self.jobs}
-            self.skipped += [f"job {named[job]!r} waits for {name!r}, which is left out" for job, name in stuck.items()]
+        names = {job.name for job in self.jobs}
+        while stuck := {
+            job.id: f"job {job.name!r} waits for {first!r}, which is left out"
+            for job in self.jobs
+            for first in self._after[job.id]
+            if first not in done | names
+        }:
+            self.skipped += stuck.values()
             self.jobs = [job for job in self.jobs if job.id not in stuck]
+            names = {job.name for job in self.jobs}
+        ids: dict[str, list[int]] = {name: [] for name in names}
         for job in self.jobs:
             ids[job.name].append(job.id)
         self.jobs = [replace(job, after=tuple(self._first(job, ids))) for job in self.jobs]
